@@ -1,0 +1,18 @@
+"""Models: a Linen decoder of the Llama/Qwen3/GLM families, and the callables that the other rooms take."""
+
+from sao_jax.models.config import ModelConfig, RopeScaling
+from sao_jax.models.heads import cached_policy, init_critic, init_policy, lm_head, policy_apply, policy_logits, value_apply
+from sao_jax.models.transformer import Transformer
+
+__all__ = [
+  "ModelConfig",
+  "RopeScaling",
+  "Transformer",
+  "cached_policy",
+  "init_critic",
+  "init_policy",
+  "lm_head",
+  "policy_apply",
+  "policy_logits",
+  "value_apply",
+]

@@ -1,0 +1,186 @@
+"""`ModelConfig`: every switch of the llama, qwen3, qwen3_moe and glm4_moe decoders in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+MODEL_TYPES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+DTYPES = ("float32", "bfloat16", "float16")
+MOE_IMPLEMENTATIONS = ("auto", "ragged", "blocks", "dense")
+ROUTERS = ("softmax", "sigmoid")
+REMAT_POLICIES = ("none", "full", "dots")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def _check(name: str, received: Any, allowed: bool, want: str) -> None:
+  if not allowed:
+    raise ValueError(f"{name} must be {want}; received {received!r}.")
+
+
+def _check_choice(name: str, received: Any, allowed: tuple[str, ...]) -> None:
+  _check(name, received, received in allowed, f"one of {allowed}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+  """How rotary frequencies are stretched past the length a model was first trained on."""
+
+  rope_type: str = "default"
+  """'default' (none), 'linear', 'llama3' or 'yarn'."""
+  factor: float = 1.0
+  original_max_position_embeddings: int = 0
+  """Length before stretching: llama3 and yarn."""
+  low_freq_factor: float = 1.0
+  """llama3."""
+  high_freq_factor: float = 4.0
+  """llama3."""
+  beta_fast: float = 32.0
+  """yarn."""
+  beta_slow: float = 1.0
+  """yarn."""
+  attention_factor: float | None = None
+  """yarn: multiplies cos and sin; None computes it from the factor."""
+  truncate: bool = True
+  """yarn: round the bounds of the ramp to whole dimensions."""
+
+  def __post_init__(self) -> None:
+    _check_choice("RopeScaling.rope_type", self.rope_type, ROPE_TYPES)
+    _check("RopeScaling.factor", self.factor, self.factor >= 1.0, "at least 1")
+    if self.rope_type in ("llama3", "yarn"):
+      length = self.original_max_position_embeddings
+      _check("RopeScaling.original_max_position_embeddings", length, length > 0, f"positive for {self.rope_type!r}")
+    if self.rope_type == "llama3":
+      high = self.high_freq_factor
+      _check("RopeScaling.high_freq_factor", high, high > self.low_freq_factor > 0, "greater than low_freq_factor > 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+  """Architecture of a decoder, and how it is computed.
+
+  The defaults of the optional fields are a dense Qwen3; `num_experts > 0` makes the sparse layers mixtures of experts.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  intermediate_size: int
+  """Width of a dense layer's SwiGLU."""
+
+  model_type: str = "qwen3"
+  """Hugging Face name of the family: what `save_hf` writes. It changes nothing in the computation."""
+  tie_word_embeddings: bool = True
+  attention_bias: bool = False
+  """Bias on the q, k and v projections."""
+  attention_out_bias: bool = False
+  """Bias on the attention's output projection."""
+  mlp_bias: bool = False
+  qk_norm: bool = True
+  """RMS norm of every query and key head before the rotation."""
+  norm_eps: float = 1e-6
+
+  rope_theta: float = 10_000.0
+  partial_rotary_factor: float = 1.0
+  """Share of each head's dimensions that is rotated."""
+  rope_scaling: RopeScaling = RopeScaling()
+  max_position_embeddings: int = 32_768
+  """Kept for checkpoints; nothing is sized by it."""
+
+  num_experts: int = 0
+  """0: every layer is dense."""
+  num_experts_per_tok: int = 0
+  moe_intermediate_size: int = 0
+  """Width of one expert's SwiGLU."""
+  router: str = "softmax"
+  """'softmax' (qwen3_moe), or 'sigmoid' with a correction bias that only takes part in the choice (glm4_moe)."""
+  norm_topk_prob: bool = True
+  """Divide the chosen experts' weights by their sum."""
+  routed_scaling_factor: float = 1.0
+  n_group: int = 1
+  """Expert groups; only experts of the `topk_group` best groups may be chosen."""
+  topk_group: int = 1
+  num_shared_experts: int = 0
+  """Experts that every token passes, as one SwiGLU of this many times `moe_intermediate_size`."""
+  first_dense_layers: int = 0
+  """The first layers that are dense in spite of `num_experts`."""
+  decoder_sparse_step: int = 1
+  """Layer i is sparse only when (i + 1) is a multiple of it."""
+  mlp_only_layers: tuple[int, ...] = ()
+  """Further layers that are dense."""
+
+  dtype: str = "float32"
+  """Of activations and matmuls; norms, router, rotation, softmax, logits and values are float32 in any case."""
+  param_dtype: str = "float32"
+  remat: str = "none"
+  """What a layer's backward pass recomputes: 'none', 'full', or 'dots' (all but the results of matmuls)."""
+  moe_impl: str = "auto"
+  """'auto' picks by platform and token count; see `moe.py`."""
+  init_std: float = 0.02
+  """Standard deviation of fresh embeddings and of a fresh untied head."""
+
+  def __post_init__(self) -> None:
+    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+      value = getattr(self, name)
+      _check(f"ModelConfig.{name}", value, isinstance(value, int) and value > 0, "a positive int")
+    _check_choice("ModelConfig.model_type", self.model_type, MODEL_TYPES)
+    _check_choice("ModelConfig.dtype", self.dtype, DTYPES)
+    _check_choice("ModelConfig.param_dtype", self.param_dtype, DTYPES)
+    _check_choice("ModelConfig.remat", self.remat, REMAT_POLICIES)
+    _check_choice("ModelConfig.moe_impl", self.moe_impl, MOE_IMPLEMENTATIONS)
+    _check_choice("ModelConfig.router", self.router, ROUTERS)
+    divides = self.num_heads % self.num_kv_heads == 0
+    _check("ModelConfig.num_kv_heads", self.num_kv_heads, divides, f"a divisor of num_heads = {self.num_heads}")
+    _check("ModelConfig.norm_eps", self.norm_eps, self.norm_eps > 0, "positive")
+    _check("ModelConfig.rope_theta", self.rope_theta, self.rope_theta > 0, "positive")
+    rotary = self.rotary_dim
+    even = 0 < rotary <= self.head_dim and rotary % 2 == 0
+    _check("ModelConfig.partial_rotary_factor", self.partial_rotary_factor, even,
+           f"such that head_dim * factor (head_dim = {self.head_dim}) is even and in (0, head_dim]")
+    if self.num_experts:
+      self._check_experts()
+
+  def _check_experts(self) -> None:
+    experts, chosen = self.num_experts, self.num_experts_per_tok
+    _check("ModelConfig.num_experts", experts, experts > 0, "0 (dense) or positive")
+    _check("ModelConfig.num_experts_per_tok", chosen, 1 <= chosen <= experts, f"in 1 .. num_experts = {experts}")
+    _check("ModelConfig.moe_intermediate_size", self.moe_intermediate_size, self.moe_intermediate_size > 0, "positive")
+    _check("ModelConfig.decoder_sparse_step", self.decoder_sparse_step, self.decoder_sparse_step >= 1, "at least 1")
+    _check("ModelConfig.num_shared_experts", self.num_shared_experts, self.num_shared_experts >= 0, "0 or positive")
+    groups = self.n_group
+    _check("ModelConfig.n_group", groups, groups >= 1 and experts % groups == 0, f"a divisor of num_experts = {experts}")
+    _check("ModelConfig.topk_group", self.topk_group, 1 <= self.topk_group <= groups, f"in 1 .. n_group = {groups}")
+    if groups > 1:
+      _check("ModelConfig.n_group", groups, self.router == "sigmoid", "1 with the softmax router")
+      _check("ModelConfig.n_group", groups, experts // groups >= 2, "such that every group holds 2 experts or more")
+      reachable = self.topk_group * (experts // groups)
+      _check("ModelConfig.num_experts_per_tok", chosen, chosen <= reachable,
+             f"at most the {reachable} experts of topk_group = {self.topk_group} groups")
+
+  @property
+  def rotary_dim(self) -> int:
+    """Dimensions of a head that are rotated."""
+    return int(self.head_dim * self.partial_rotary_factor)
+
+  @property
+  def attention_scale(self) -> float:
+    return 1.0 / math.sqrt(self.head_dim)
+
+  @property
+  def compute_dtype(self) -> jnp.dtype:
+    return jnp.dtype(self.dtype)
+
+  def is_sparse(self, layer: int) -> bool:
+    """Whether layer number `layer` (from 0) is a mixture of experts."""
+    return (
+      self.num_experts > 0
+      and layer >= self.first_dense_layers
+      and layer not in self.mlp_only_layers
+      and (layer + 1) % self.decoder_sparse_step == 0
+    )

@@ -1,0 +1,256 @@
+"""The pieces of a decoder layer: RMS norm, rotary embedding, attention (packed and cached) and SwiGLU.
+
+Shapes: B rows, T tokens, S slots, H query heads, K key/value heads, G = H / K, Dh head_dim, D hidden_size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypedDict
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax.models.config import ModelConfig, RopeScaling
+
+_MASKED = -1e30  # finite: a row without any allowed key gives a uniform softmax rather than NaN
+
+
+class LayerCache(TypedDict):
+  """Keys and values of one layer; time is the keys' last axis, which makes scores a sum over contiguous vectors."""
+
+  key: jax.Array
+  """`[S, K, Dh, max_len]`."""
+  value: jax.Array
+  """`[S, K, max_len, Dh]`."""
+
+
+def linear_init(scale: float = 1.0) -> nn.initializers.Initializer:
+  """Truncated normal of standard deviation `scale / sqrt(fan_in)` for `[..., fan_in, fan_out]` kernels."""
+
+  def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    std = scale / math.sqrt(shape[-2])
+    # A normal cut at two standard deviations keeps only 0.8796 of its spread.
+    return (jax.random.truncated_normal(key, -2.0, 2.0, shape) * (std / 0.87962566)).astype(dtype)
+
+  return init
+
+
+def residual_scale(config: ModelConfig) -> float:
+  """Shrinks what each of the 2 L branches writes, so that the residual stream starts with unit growth in all."""
+  return 1.0 / math.sqrt(2 * config.num_layers)
+
+
+class Linear(nn.Module):
+  """`x @ kernel (+ bias)` in the config's dtype."""
+
+  config: ModelConfig
+  features: int
+  use_bias: bool = False
+  init_scale: float = 1.0
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    dtype = self.config.compute_dtype
+    shape = (x.shape[-1], self.features)
+    kernel = self.param("kernel", linear_init(self.init_scale), shape, jnp.dtype(self.config.param_dtype))
+    y = jnp.dot(x.astype(dtype), kernel.astype(dtype))
+    if self.use_bias:
+      bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.dtype(self.config.param_dtype))
+      y = y + bias.astype(dtype)
+    return y
+
+
+class RMSNorm(nn.Module):
+  """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32 whatever the dtype of x."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.dtype(self.config.param_dtype))
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.config.norm_eps)
+    return (x32 * inverse * scale.astype(jnp.float32)).astype(self.config.compute_dtype)
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+  """Angular frequencies `[rotary_dim / 2]` (radians per position) and the factor on cos and sin.
+
+  Follows the published definitions: "linear" divides by the factor; "llama3" (Llama 3.1) divides only long wavelengths,
+  with a smooth step between; "yarn" (arXiv 2309.00071) ramps over dimensions and rescales attention.
+  """
+  dim = config.rotary_dim
+  scaling = config.rope_scaling
+  inverse = 1.0 / config.rope_theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+  if scaling.rope_type == "linear":
+    return inverse / scaling.factor, 1.0
+  if scaling.rope_type == "llama3":
+    turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return inverse * (smooth + (1.0 - smooth) / scaling.factor), 1.0
+  if scaling.rope_type == "yarn":
+    return _yarn(inverse, config.rope_theta, dim, scaling)
+  return inverse, 1.0
+
+
+def _yarn(inverse: np.ndarray, theta: float, dim: int, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+  def dimension_of(turns: float) -> float:
+    length = scaling.original_max_position_embeddings
+    return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+  low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+  if scaling.truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, dim - 1)
+  ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+  factor = scaling.attention_factor
+  if factor is None:
+    factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+  return inverse * (1.0 - ramp) + inverse / scaling.factor * ramp, factor
+
+
+def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """cos and sin `[..., rotary_dim]` float32 for `positions` `[...]`; both halves hold the same angles."""
+  frequencies, factor = rope_frequencies(config)
+  angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+  angles = jnp.concatenate([angles, angles], axis=-1)
+  return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """Rotates the first `rotary_dim` dimensions of each head of x `[..., heads, Dh]` (half-split form), in float32."""
+  dim = cos.shape[-1]
+  x32 = x.astype(jnp.float32)
+  rotary, rest = x32[..., :dim], x32[..., dim:]
+  first, second = rotary[..., : dim // 2], rotary[..., dim // 2 :]
+  turned = jnp.concatenate([-second, first], axis=-1)
+  rotated = rotary * cos[..., None, :] + turned * sin[..., None, :]
+  return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype) if rest.shape[-1] else rotated.astype(x.dtype)
+
+
+def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float) -> jax.Array:
+  """Causal attention inside segments: q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]` -> `[B, T, H, Dh]`."""
+  same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+  return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, scale=scale)
+
+
+def step_attention(
+  q: jax.Array, cache: LayerCache, positions: jax.Array, *, live_len: int, scale: float
+) -> jax.Array:
+  """One query per slot, q `[S, H, Dh]`, over cache entries `0 .. positions[s]` -> `[S, H, Dh]`."""
+  key, value = cache["key"][..., :live_len], cache["value"][:, :, :live_len]
+  slots, heads, dim = q.shape
+  grouped = (q * scale).reshape(slots, key.shape[1], -1, dim)
+  scores = jnp.einsum("skgd,skdt->skgt", grouped, key, preferred_element_type=jnp.float32)
+  allowed = jnp.arange(live_len)[None, :] <= positions[:, None]
+  weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, _MASKED), axis=-1).astype(q.dtype)
+  return jnp.einsum("skgt,sktd->skgd", weights, value).reshape(slots, heads, dim)
+
+
+def extend_attention(
+  q: jax.Array, cache: LayerCache, slots: jax.Array, positions: jax.Array, *, live_len: int, scale: float
+) -> jax.Array:
+  """Queries of R rows, q `[R, C, H, Dh]` at `positions` `[R, C]`, over their slots' entries up to each position."""
+  key = cache["key"][:, :, :, :live_len].at[slots].get(mode="clip")
+  value = cache["value"][:, :, :live_len].at[slots].get(mode="clip")
+  rows, chunk, heads, dim = q.shape
+  grouped = (q * scale).reshape(rows, chunk, key.shape[1], -1, dim)
+  scores = jnp.einsum("rckgd,rkdt->rkgct", grouped, key, preferred_element_type=jnp.float32)
+  allowed = jnp.arange(live_len)[None, None, :] <= positions[:, :, None]
+  weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, _MASKED), axis=-1).astype(q.dtype)
+  return jnp.einsum("rkgct,rktd->rckgd", weights, value).reshape(rows, chunk, heads, dim)
+
+
+def write_step(cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array, *, live_len: int) -> LayerCache:
+  """Writes one key and value per slot, k and v `[S, K, Dh]`, at `positions` `[S]`; past `live_len` nothing."""
+  slots = jnp.arange(k.shape[0])
+  at = jnp.where(positions < live_len, positions, cache["key"].shape[-1])
+  return LayerCache(
+    key=cache["key"].at[slots, :, :, at].set(k, mode="drop"),
+    value=cache["value"].at[slots, :, at, :].set(v, mode="drop"),
+  )
+
+
+def write_rows(
+  cache: LayerCache, k: jax.Array, v: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array
+) -> LayerCache:
+  """Writes `k[r, :count[r]]`, `v[r, :count[r]]` (`[R, C, K, Dh]`) into slot `slots[r]` from position `start[r]` on."""
+  num_slots, _, _, max_len = cache["key"].shape
+  offsets = jnp.arange(k.shape[1])
+  at = jnp.where(offsets < count[:, None], start[:, None] + offsets, max_len)
+  rows = jnp.where(slots < num_slots, slots, num_slots)[:, None]
+  return LayerCache(
+    key=cache["key"].at[rows, :, :, at].set(k, mode="drop"),
+    value=cache["value"].at[rows, :, at, :].set(v, mode="drop"),
+  )
+
+
+class Attention(nn.Module):
+  """Grouped-query attention with optional q/k norm."""
+
+  config: ModelConfig
+
+  def setup(self) -> None:
+    config = self.config
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    self.q_proj = Linear(config, queries, config.attention_bias)
+    self.k_proj = Linear(config, keys, config.attention_bias)
+    self.v_proj = Linear(config, keys, config.attention_bias)
+    self.o_proj = Linear(config, config.hidden_size, config.attention_out_bias, residual_scale(config))
+    if config.qk_norm:
+      self.q_norm = RMSNorm(config)
+      self.k_norm = RMSNorm(config)
+
+  def _project(self, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    head_dim = self.config.head_dim
+    q, k, v = (proj(x).reshape(*x.shape[:-1], -1, head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+    if self.config.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    return apply_rope(q, *rope), apply_rope(k, *rope), v
+
+  def _output(self, heads: jax.Array) -> jax.Array:
+    return self.o_proj(heads.reshape(*heads.shape[:-2], -1))
+
+  def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
+    """x `[B, T, D]` -> `[B, T, D]`."""
+    q, k, v = self._project(x, rope)
+    return self._output(packed_attention(q, k, v, segment_ids, self.config.attention_scale))
+
+  def step(
+    self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, positions: jax.Array, live_len: int
+  ) -> tuple[jax.Array, LayerCache]:
+    """x `[S, D]`: one token per slot."""
+    q, k, v = self._project(x, rope)
+    cache = write_step(cache, k, v, positions, live_len=live_len)
+    heads = step_attention(q, cache, positions, live_len=live_len, scale=self.config.attention_scale)
+    return self._output(heads), cache
+
+  def extend(
+    self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, slots: jax.Array, start: jax.Array,
+    count: jax.Array, live_len: int,
+  ) -> tuple[jax.Array, LayerCache]:
+    """x `[R, C, D]`: up to C tokens for each of R slots."""
+    q, k, v = self._project(x, rope)
+    cache = write_rows(cache, k, v, slots, start, count)
+    positions = start[:, None] + jnp.arange(x.shape[1])
+    heads = extend_attention(q, cache, slots, positions, live_len=live_len, scale=self.config.attention_scale)
+    return self._output(heads), cache
+
+
+class MLP(nn.Module):
+  """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+  config: ModelConfig
+  width: int
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    config = self.config
+    gate = Linear(config, self.width, config.mlp_bias, name="gate_proj")(x)
+    up = Linear(config, self.width, config.mlp_bias, name="up_proj")(x)
+    down = Linear(config, config.hidden_size, config.mlp_bias, residual_scale(config), name="down_proj")
+    return down(jax.nn.silu(gate) * up)

@@ -1,0 +1,130 @@
+"""The decoder: embedding, layers and final norm, over packed rows or incrementally over a key/value cache."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from sao_jax.models.config import ModelConfig
+from sao_jax.models.layers import MLP, Attention, LayerCache, RMSNorm, rope_tables
+from sao_jax.models.moe import MoE
+from sao_jax.types import Cache
+
+
+class Block(nn.Module):
+  """One pre-norm decoder layer."""
+
+  config: ModelConfig
+  layer: int
+
+  def setup(self) -> None:
+    config = self.config
+    self.input_norm = RMSNorm(config)
+    self.attention = Attention(config)
+    self.post_attention_norm = RMSNorm(config)
+    if config.is_sparse(self.layer):
+      self.moe = MoE(config)
+    else:
+      self.mlp = MLP(config, config.intermediate_size)
+
+  def _feed_forward(self, x: jax.Array) -> jax.Array:
+    inner = self.moe if self.config.is_sparse(self.layer) else self.mlp
+    return x + inner(self.post_attention_norm(x))
+
+  def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
+    return self._feed_forward(x + self.attention(self.input_norm(x), rope, segment_ids))
+
+  def step(
+    self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, positions: jax.Array, live_len: int
+  ) -> tuple[jax.Array, LayerCache]:
+    y, cache = self.attention.step(self.input_norm(x), rope, cache, positions, live_len)
+    return self._feed_forward(x + y), cache
+
+  def extend(
+    self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, slots: jax.Array, start: jax.Array,
+    count: jax.Array, live_len: int,
+  ) -> tuple[jax.Array, LayerCache]:
+    y, cache = self.attention.extend(self.input_norm(x), rope, cache, slots, start, count, live_len)
+    return self._feed_forward(x + y), cache
+
+
+def _rematerialized(config: ModelConfig) -> type[Block]:
+  if config.remat == "none":
+    return Block
+  policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else None
+  return nn.remat(Block, policy=policy)
+
+
+class Transformer(nn.Module):
+  """Tokens to final hidden states. Parameter paths: `embed`, `layers_<i>`, `final_norm`."""
+
+  config: ModelConfig
+
+  def setup(self) -> None:
+    config = self.config
+    self.embed = nn.Embed(
+      config.vocab_size, config.hidden_size, dtype=config.compute_dtype, param_dtype=jnp.dtype(config.param_dtype),
+      embedding_init=nn.initializers.normal(config.init_std),
+    )
+    block = _rematerialized(config)
+    self.layers = [block(config, i) for i in range(config.num_layers)]
+    self.final_norm = RMSNorm(config)
+
+  def __call__(
+    self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+  ) -> jax.Array:
+    """Hidden states after the final norm.
+
+    Args:
+      tokens: `[B, T]` int32.
+      positions: `[B, T]` int32, position of each token in its own segment; default 0 .. T - 1.
+      segment_ids: `[B, T]` int32, 0 is padding; default: each row is one segment.
+
+    Returns:
+      `[B, T, D]` in the config's dtype.
+    """
+    if positions is None:
+      positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if segment_ids is None:
+      segment_ids = jnp.ones_like(tokens)
+    rope = rope_tables(self.config, positions)
+    x = self.embed(tokens)
+    for layer in self.layers:
+      x = layer(x, rope, segment_ids)
+    return self.final_norm(x)
+
+  def step(self, cache: Cache, tokens: jax.Array, positions: jax.Array, live_len: int) -> tuple[jax.Array, Cache]:
+    """One token per slot, `[S]` -> `[S, D]`; see `types.CachedPolicy.step`."""
+    rope = rope_tables(self.config, positions)
+    x = self.embed(tokens)
+    new_cache = {}
+    for i, layer in enumerate(self.layers):
+      x, new_cache[f"layers_{i}"] = layer.step(x, rope, cache[f"layers_{i}"], positions, live_len)
+    return self.final_norm(x), new_cache
+
+  def extend(
+    self, cache: Cache, tokens: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array, live_len: int
+  ) -> tuple[jax.Array, Cache]:
+    """Up to C tokens for each of R slots, `[R, C]` -> `[R, D]`; see `types.CachedPolicy.extend`."""
+    rope = rope_tables(self.config, start[:, None] + jnp.arange(tokens.shape[1]))
+    x = self.embed(tokens)
+    new_cache = {}
+    for i, layer in enumerate(self.layers):
+      x, new_cache[f"layers_{i}"] = layer.extend(x, rope, cache[f"layers_{i}"], slots, start, count, live_len)
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    return self.final_norm(jnp.take_along_axis(x, last, axis=1)[:, 0]), new_cache
+
+
+def init_cache(config: ModelConfig, num_slots: int, max_len: int) -> Cache:
+  """Zeroed keys and values for `num_slots` sequences of up to `max_len` tokens."""
+  heads, dim = config.num_kv_heads, config.head_dim
+  zeros = functools.partial(jnp.zeros, dtype=config.compute_dtype)
+  return {
+    f"layers_{i}": LayerCache(
+      key=zeros((num_slots, heads, dim, max_len)), value=zeros((num_slots, heads, max_len, dim))
+    )
+    for i in range(config.num_layers)
+  }
