@@ -1,0 +1,19 @@
+"""Environments: the protocol, and the tasks."""
+
+from sao_jax.envs.base import Environment as Environment
+from sao_jax.envs.base import EnvironmentFactory as EnvironmentFactory
+from sao_jax.envs.base import Step as Step
+from sao_jax.envs.base import Tag as Tag
+from sao_jax.envs.base import Tool as Tool
+from sao_jax.envs.base import ToolSession as ToolSession
+from sao_jax.envs.demonstrations import Demonstration as Demonstration
+from sao_jax.envs.demonstrations import Piece as Piece
+from sao_jax.envs.demonstrations import demonstrate as demonstrate
+from sao_jax.envs.demonstrations import demonstration_stats as demonstration_stats
+from sao_jax.envs.problems import Problem as Problem
+from sao_jax.envs.problems import ProblemBank as ProblemBank
+from sao_jax.envs.tool_math import ToolMath as ToolMath
+from sao_jax.envs.tool_math import tool_math_factory as tool_math_factory
+from sao_jax.envs.tool_math_config import StrategyWeights as StrategyWeights
+from sao_jax.envs.tool_math_config import TaskWeights as TaskWeights
+from sao_jax.envs.tool_math_config import ToolMathConfig as ToolMathConfig

@@ -1,0 +1,130 @@
+"""Settings of the tool-math task: which problems, how hard, what the tool allows, and what the demonstrations do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal, TypeAlias
+
+Split: TypeAlias = Literal["train", "eval"]
+
+
+def _check_weights(config: object) -> None:
+  """Weights are finite, not negative, and not all zero."""
+  weights = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+  if not all(math.isfinite(w) and w >= 0 for w in weights.values()) or sum(weights.values()) <= 0:
+    raise ValueError(f"{type(config).__name__} must hold weights >= 0 with a positive sum; received {weights}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskWeights:
+  """How often each kind of problem comes; relative, not necessarily summing to 1. Number of operations in brackets."""
+
+  arithmetic: float = 0.25
+  """basic_arithmetic without parentheses: + - * with precedence. [terms - 1]"""
+  parentheses: float = 0.10
+  """basic_arithmetic with parentheses, negations and negative numbers. [terms - 1]"""
+  chain_sum: float = 0.30
+  """chain_sum: a row of additions and subtractions. [terms - 1]"""
+  products: float = 0.10
+  """products of two numbers. [1]"""
+  equations: float = 0.15
+  """simple_equations: `12*x - 5 = 31`. [1 or 2]"""
+  lcm: float = 0.10
+  """Least common multiple of two numbers, through their greatest common divisor. [3]"""
+
+  def __post_init__(self) -> None:
+    _check_weights(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyWeights:
+  """How often each strategy is demonstrated; relative. A strategy that does not fit a problem is left out for that problem.
+
+  Imitated perfectly, the default mixture solves about 40 % of the problems; `steps` alone solves all of them.
+  """
+
+  direct: float = 0.30
+  """Answers at once with a number of plausible size. Nearly always wrong."""
+  whole: float = 0.10
+  """One call with the whole expression, where the tool allows that many operations. Right."""
+  steps: float = 0.28
+  """One call per operation, respecting precedence. Right."""
+  early_stop: float = 0.17
+  """As `steps`, but answers with the result of the last operation but one. Wrong."""
+  left_to_right: float = 0.08
+  """One call per operation from left to right, ignoring precedence. Wrong where precedence matters (else left out)."""
+  wrong_operation: float = 0.10
+  """As `steps`, with the operator of one call exchanged. Wrong."""
+  corrected: float = 0.06
+  """A first call that the tool refuses (a syntax error, or too many operations), then `steps`. Right, but longer."""
+
+  def __post_init__(self) -> None:
+    _check_weights(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolMathConfig:
+  """Settings of the tool-math task.
+
+  Raises:
+    ValueError: a field outside its range; the message shows what was received and what is allowed.
+  """
+
+  tasks: TaskWeights = TaskWeights()
+  strategies: StrategyWeights = StrategyWeights()
+  min_digits: int = 2
+  """Digits of the numbers in arithmetic, chain sums and products. One-digit problems can be learned by heart."""
+  max_digits: int = 3
+  arithmetic_max_terms: int = 3
+  """Terms of an arithmetic problem: 2 to this many."""
+  chain_max_terms: int = 5
+  """Terms of a chain sum: 2 to this many."""
+  equation_max_value: int = 100
+  """Largest constant and largest solution of an equation."""
+  lcm_max_value: int = 100
+
+  train_size: int = 20_000
+  """Number of training problems; task indices beyond it start again from the first."""
+  eval_size: int = 1_000
+  """Number of held-out problems; none of their questions occurs in training."""
+  problem_seed: int = 0
+  """Which problems. Runs with different seeds of their own can share it, and so their held-out problems."""
+
+  max_turns: int = 6
+  """Actions per episode; without an answer by then it is truncated with reward 0."""
+  max_operations_per_call: int | None = 1
+  """A call with more operators and function calls than this is refused with an error text; None allows any program.
+
+  With 1 the number of calls is a property of the problem (an expression of n operations takes n calls), so how often to
+  call is something to be learned. With None one call solves every problem.
+  """
+  tool_prelude: str = "from math import gcd"
+  """Code that runs before each call; it does not count as an operation. Empty for none."""
+  max_output_chars: int = 24
+  """What the tool prints is cut to this many characters. Of an error only its name is shown: `error: NameError`."""
+  success_threshold: float = 1.0
+  """Score by the package's own `score_answer` from which an answer counts as right.
+
+  The reward is 1 from there on and 0 below. The scorer gives 1.0 to an exact answer only and a fraction to a text that holds
+  the answer among other characters; with the default 1.0 such a text earns nothing.
+  """
+  tool_sleep_s: float = 0.0
+  """Seconds that each tool call takes in addition: for experiments about asynchrony."""
+  tool_sleep_sigma: float = 0.0
+  """Shape of a log-normal distribution around `tool_sleep_s` as its median; 0 is constant. Drawn from the task and the turn."""
+
+  def __post_init__(self) -> None:
+    for name, low, high in (
+      ("min_digits", 1, 6), ("max_digits", self.min_digits, 6), ("arithmetic_max_terms", 2, 6), ("chain_max_terms", 2, 8),
+      ("equation_max_value", 10, 100_000), ("lcm_max_value", 10, 100_000), ("train_size", 1, 2**24), ("eval_size", 1, 100_000),
+      ("problem_seed", 0, 2**32 - 1), ("max_turns", 1, 1_000), ("max_output_chars", 8, 100_000), ("success_threshold", 1e-6, 1.0),
+      ("tool_sleep_s", 0.0, 3_600.0), ("tool_sleep_sigma", 0.0, 5.0),
+    ):
+      value = getattr(self, name)
+      if not low <= value <= high:
+        raise ValueError(f"ToolMathConfig.{name} must be in [{low}, {high}]; received {value!r}.")
+    if self.max_operations_per_call is not None and self.max_operations_per_call < 1:
+      raise ValueError(
+        f"ToolMathConfig.max_operations_per_call must be None or at least 1; received {self.max_operations_per_call!r}."
+      )

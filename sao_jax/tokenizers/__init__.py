@@ -1,0 +1,5 @@
+"""Text to token ids and back."""
+
+from sao_jax.tokenizers.math_tokenizer import MathTokenizer as MathTokenizer
+
+__all__ = ["MathTokenizer"]
