@@ -85,6 +85,15 @@ class CachedPolicy(NamedTuple):
   lm_head: Callable[[Params], jax.Array]
   """`(params) -> [D, V]`."""
 
+  window: Callable[[Cache, int], Cache] = lambda cache, live_len: cache
+  """`(cache, live_len) -> cache of max_len = live_len`: what a loop over `step` should carry.
+
+  A step that reads part of a longer cache may copy that part every time; a window is copied once per loop.
+  """
+
+  merge: Callable[[Cache, Cache], Cache] = lambda cache, window: window
+  """`(cache, window) -> cache`: the cache with the window's entries put back."""
+
 
 class Tokenizer(Protocol):
   """Text to ids and back. Sampled ids are never decoded and re-encoded; only new text is encoded."""

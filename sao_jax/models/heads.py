@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from sao_jax.models.config import ModelConfig
-from sao_jax.models.transformer import Transformer, init_cache
+from sao_jax.models.transformer import Transformer, cache_window, init_cache, merge_window
 from sao_jax.types import Cache, CachedPolicy, Params, PolicyApply, PolicyOutput, ValueApply
 
 
@@ -114,4 +114,6 @@ def cached_policy(config: ModelConfig) -> CachedPolicy:
   def new_cache(num_slots: int, max_len: int) -> Cache:
     return init_cache(config, num_slots, max_len)
 
-  return CachedPolicy(init_cache=new_cache, extend=extend, step=step, lm_head=lm_head(config))
+  return CachedPolicy(
+    init_cache=new_cache, extend=extend, step=step, lm_head=lm_head(config), window=cache_window, merge=merge_window
+  )

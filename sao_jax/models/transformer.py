@@ -128,3 +128,17 @@ def init_cache(config: ModelConfig, num_slots: int, max_len: int) -> Cache:
     )
     for i in range(config.num_layers)
   }
+
+
+def cache_window(cache: Cache, live_len: int) -> Cache:
+  """The first `live_len` positions of every slot, as a cache of its own; see `types.CachedPolicy.window`."""
+  return {
+    name: LayerCache(key=layer["key"][..., :live_len], value=layer["value"][:, :, :live_len])
+    for name, layer in cache.items()
+  }
+
+
+def merge_window(cache: Cache, window: Cache) -> Cache:
+  """Puts the positions of `window` back; see `types.CachedPolicy.merge`."""
+  origin = (0, 0, 0, 0)
+  return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice(whole, part, origin), cache, window)
