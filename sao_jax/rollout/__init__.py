@@ -1,0 +1,22 @@
+"""Rollouts: weights, the engine that generates trajectories, and the queue that hands them to the learner."""
+from __future__ import annotations
+
+from sao_jax.rollout.config import EngineConfig
+from sao_jax.rollout.engine import Engine, EngineThread, ParamsFor
+from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao_jax.rollout.queue import TrajectoryQueue
+from sao_jax.rollout.sampler import Sampler, sample_tokens
+from sao_jax.rollout.weights import WeightStore
+
+__all__ = [
+  "Engine",
+  "EngineConfig",
+  "EngineThread",
+  "EpisodeFailure",
+  "EpisodeRequest",
+  "ParamsFor",
+  "Sampler",
+  "TrajectoryQueue",
+  "WeightStore",
+  "sample_tokens",
+]

@@ -1,0 +1,67 @@
+"""Calls into a user's environments: what comes out is checked, what goes wrong is an `EpisodeFailure`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from sao_jax.rollout.config import EngineConfig
+from sao_jax.rollout.episodes import Answer, EpisodeFailure, check_step, check_text
+from sao_jax.types import Environment, EnvironmentFactory, Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class EnvironmentHolder:
+  """One environment, made when first needed; its methods run on a worker thread, one at a time."""
+
+  def __init__(self, make_env: EnvironmentFactory, tokenizer: Tokenizer, config: EngineConfig):
+    self._make_env = make_env
+    self._tokenizer = tokenizer
+    self._config = config
+    self._env: Environment | None = None
+
+  def reset(self, task_index: int) -> Answer:
+    """Starts an episode; returns the prompt."""
+    limit = self._config.max_len
+    try:
+      if self._env is None:
+        self._env = self._make_env()
+      prompt = check_text(self._env.reset(task_index), "prompt", self._config.max_observation_chars)
+      ids = np.asarray(self._tokenizer.encode(prompt), np.int32)
+    except EpisodeFailure:
+      raise
+    except (Exception, SystemExit) as error:
+      raise EpisodeFailure("reset_error", f"task {task_index}: {error!r}") from error
+    if ids.shape[0] == 0:
+      raise EpisodeFailure("empty_prompt", f"task {task_index}: the prompt has no tokens.")
+    if ids.shape[0] >= limit:
+      raise EpisodeFailure(
+        "prompt_too_long",
+        f"task {task_index}: the prompt has {ids.shape[0]} tokens, which leaves no room for an action in "
+        f"EngineConfig.max_len = {limit}; prompts are never trimmed.",
+      )
+    return Answer(text=prompt, ids=ids)
+
+  def step(self, action: np.ndarray) -> tuple[str, Answer]:
+    """Hands an action over; returns its text and the answer."""
+    assert self._env is not None
+    try:
+      text = self._tokenizer.decode(action.tolist())
+      return text, check_step(self._env.step(text), self._tokenizer.encode, self._config.max_observation_chars)
+    except EpisodeFailure:
+      raise
+    except (Exception, SystemExit) as error:
+      raise EpisodeFailure("step_error", repr(error)) from error
+
+  def close(self, *_: Any) -> None:
+    """Closes the environment if there is one; an error in it is logged, since nothing depends on it any more."""
+    env, self._env = self._env, None
+    if env is None:
+      return
+    try:
+      env.close()
+    except (Exception, SystemExit):  # noqa: BLE001 (a user's code)
+      _log.warning("Environment.close() failed", exc_info=True)

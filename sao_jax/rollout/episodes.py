@@ -1,0 +1,176 @@
+"""One episode on the host while it is being generated, and its way into a `Trajectory`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sao_jax.types import Ended, Step, Trajectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpisodeRequest:
+  """An episode that the engine is asked to run."""
+
+  task_index: int
+  """Which task (`Environment.reset`)."""
+  episode_id: int
+  """Unique in the run, 0 <= id < 2**31; also what the episode's sampling noise is derived from."""
+  group_id: int
+  """Shared by the episodes that are compared with one another; equal to `episode_id` for single rollouts."""
+
+  def __post_init__(self) -> None:
+    if not 0 <= self.episode_id < 2**31:
+      raise ValueError(f"EpisodeRequest.episode_id must be in [0, 2**31); received {self.episode_id}.")
+    if self.task_index < 0:
+      raise ValueError(f"EpisodeRequest.task_index must be >= 0; received {self.task_index}.")
+
+
+class EpisodeFailure(Exception):
+  """An episode that fails alone; `kind` is what it is counted under."""
+
+  def __init__(self, kind: str, message: str):
+    super().__init__(message)
+    self.kind = kind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+  """What an environment answered, checked: the engine's loop meets no other value of a user's making."""
+
+  text: str
+  ids: np.ndarray
+  """`[n]` int32: `text` tokenised."""
+  reward: float = 0.0
+  done: bool = False
+  truncated: bool = False
+  success: bool | None = None
+
+
+def check_text(text: Any, what: str, max_chars: int) -> str:
+  """Returns `text` if it is a str of bearable size; `EpisodeFailure` otherwise."""
+  if not isinstance(text, str):
+    raise EpisodeFailure(f"bad_{what}", f"{what} must be a str; received {type(text).__name__}.")
+  if len(text) > max_chars:
+    raise EpisodeFailure(f"{what}_too_long", f"{what} has {len(text)} characters; allowed are {max_chars}.")
+  return text
+
+
+def check_step(step: Any, encode: Callable[[str], Sequence[int]], max_chars: int) -> Answer:
+  """Returns what `Environment.step` answered if it can be used; `EpisodeFailure` otherwise."""
+  if not isinstance(step, Step):
+    raise EpisodeFailure("bad_step", f"Environment.step must return a Step; received {type(step).__name__}.")
+  text = check_text(step.observation, "observation", max_chars)
+  reward: Any = step.reward
+  if not isinstance(reward, (numbers.Real, np.number, np.bool_)) or not math.isfinite(float(reward)):
+    raise EpisodeFailure("bad_reward", f"Step.reward must be a finite number; received {reward!r}.")
+  success = step.info.get("success")
+  return Answer(
+    text=text,
+    # What follows a final action is never fed to the policy.
+    ids=np.asarray([] if step.done else encode(text), np.int32),
+    reward=float(reward),
+    done=bool(step.done),
+    truncated=bool(step.truncated),
+    success=None if success is None else bool(success),
+  )
+
+
+class Episode:
+  """Tokens, log-probs, versions and rewards of an episode so far, in pieces (one per prompt, chunk, observation)."""
+
+  def __init__(self, request: EpisodeRequest, prompt: Answer):
+    self.request = request
+    self.num_turns = 0
+    self.length = 0
+    """Tokens so far."""
+    self.action_length = 0
+    """Tokens of the action being written."""
+    self.cut_action: np.ndarray | None = None
+    """The last action, if it ran out of tokens: no environment has seen it."""
+    self._action: list[np.ndarray] = []
+    self._tokens: list[np.ndarray] = []
+    self._logp: list[np.ndarray | None] = []
+    self._versions: list[int] = []
+    self._rewards: list[tuple[int, float]] = []
+    self._texts: list[str] = []
+    self._success: bool | None = None
+    self._append(prompt.ids, None, -1)
+    self._texts.append(prompt.text)
+
+  def _append(self, tokens: np.ndarray, logp: np.ndarray | None, version: int) -> None:
+    self._tokens.append(tokens)
+    self._logp.append(logp)
+    self._versions.append(version)
+    self.length += tokens.shape[0]
+
+  def tokens(self) -> np.ndarray:
+    """All tokens so far, `[length]` int32."""
+    return np.concatenate(self._tokens)
+
+  def add_sampled(self, tokens: np.ndarray, logp: np.ndarray, version: int) -> None:
+    """Appends action tokens `[n]` with the log-probs `[n]` and the one version that they were sampled with."""
+    self._append(tokens, logp, version)
+    self._action.append(tokens)
+    self.action_length += tokens.shape[0]
+
+  def end_action(self) -> np.ndarray:
+    """Closes the action and returns its tokens."""
+    action = np.concatenate(self._action)
+    self._action = []
+    self.action_length = 0
+    self.num_turns += 1
+    return action
+
+  def add_reward(self, action_text: str, answer: Answer) -> None:
+    """Books the answer's reward on the last action token (call before `add_observation`)."""
+    self._texts.append(action_text)
+    self._rewards.append((self.length - 1, answer.reward))
+    self._success = answer.success
+
+  def add_observation(self, answer: Answer) -> None:
+    """Appends what the environment said."""
+    if answer.ids.shape[0]:
+      self._append(answer.ids, None, -1)
+    self._texts.append(answer.text)
+
+  def finish(self, ended: Ended, decode: Callable[[Sequence[int]], str]) -> Trajectory:
+    """Builds the trajectory; `EpisodeFailure` if its checks refuse it."""
+    if self.cut_action is not None:
+      try:
+        self._texts.append(decode(self.cut_action.tolist()))
+      except Exception as error:
+        raise EpisodeFailure("decode_error", repr(error)) from error
+    tokens = self.tokens()
+    sizes = [piece.shape[0] for piece in self._tokens]
+    mask = np.repeat(np.array([logp is not None for logp in self._logp]), sizes)
+    versions = np.repeat(np.array(self._versions, np.int32), sizes)
+    logp = np.concatenate(
+      [np.full(n, np.nan, np.float32) if x is None else x for x, n in zip(self._logp, sizes, strict=True)]
+    )
+    rewards = np.zeros(tokens.shape, np.float32)
+    for index, reward in self._rewards:
+      rewards[index] = reward
+    total = float(rewards.sum())
+    try:
+      return Trajectory(
+        tokens=tokens,
+        action_mask=mask,
+        behavior_logp=logp,
+        versions=versions,
+        rewards=rewards,
+        ended=ended,
+        task_index=self.request.task_index,
+        episode_id=self.request.episode_id,
+        group_id=self.request.group_id,
+        num_turns=self.num_turns,
+        success=total > 0 if self._success is None else self._success,
+        text="".join(self._texts),
+      )
+    except ValueError as error:
+      raise EpisodeFailure("bad_trajectory", str(error)) from error

@@ -1,0 +1,235 @@
+"""Jitted prefill and chunked decoding over slots, with sampling fused in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax.types import Cache, CachedPolicy, Params
+
+_HEADER = 7  # slot, start, count, next token, budget, activate, episode
+_MAX_UNIFORM = 1.0 - 2.0**-20  # keeps a sampled threshold below the total, so that no token of weight 0 is chosen
+_BLOCK = 32
+
+
+_Carry: TypeAlias = "tuple[jax.Array, Cache, SlotState, jax.Array, jax.Array]"
+
+
+class SlotState(NamedTuple):
+  """What decoding needs to know about every slot; lives on the device, `[S]` each."""
+
+  token: jax.Array
+  """int32: the last token of the context; its keys and values are not written yet."""
+  position: jax.Array
+  """int32: position of `token`."""
+  budget: jax.Array
+  """int32: action tokens that may still be sampled."""
+  active: jax.Array
+  """bool: the slot is writing an action."""
+  episode: jax.Array
+  """int32: the episode's number; noise is derived from it and from the position."""
+
+
+class Chunk(NamedTuple):
+  """What one decode chunk sampled, on the host."""
+
+  tokens: np.ndarray
+  """`[steps, S]` int32: slot s sampled `tokens[:num_sampled[s], s]`."""
+  logp: np.ndarray
+  """`[steps, S]` float32."""
+  num_sampled: np.ndarray
+  """`[S]` int32."""
+  active: np.ndarray
+  """`[S]` bool: the slot goes on in the next chunk."""
+
+
+class PrefillRow(NamedTuple):
+  """Tokens to feed to one slot, and the slot's state after them."""
+
+  slot: int
+  start: int
+  tokens: np.ndarray
+  """`[n]` int32, to be written at `start, start + 1, ...`; may be empty."""
+  next_token: int
+  """The context's token after `tokens`; decoding starts by feeding it."""
+  budget: int
+  activate: bool
+  episode: int
+
+
+def sample_tokens(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Samples from softmax(logits) by inverting its cumulative sum.
+
+  a = min{ i : sum_{j <= i} p_j > u },   logp = log p_a.
+
+  One uniform number per row, and one exponential per logit which the log-prob shares. The cumulative sum is taken in
+  two levels (blocks, then inside the chosen block): a plain one costs more than the rest on CPU.
+
+  Args:
+    logits: `[S, V]` float32, already divided by the temperature.
+    uniform: `[S]` float32 in [0, 1).
+
+  Returns:
+    Tokens `[S]` int32 and their log-probs `[S]` float32.
+  """
+  size = logits.shape[-1]
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  weights = jnp.exp(logits - top)
+  blocks = jnp.pad(weights, ((0, 0), (0, -size % _BLOCK))).reshape(weights.shape[0], -1, _BLOCK)
+  upto_block = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+  total = upto_block[:, -1]
+  threshold = jnp.minimum(uniform, _MAX_UNIFORM) * total
+  block = jnp.sum(upto_block <= threshold[:, None], axis=-1)
+  previous = jnp.take_along_axis(upto_block, jnp.maximum(block - 1, 0)[:, None], axis=-1)[:, 0]
+  before = jnp.where(block > 0, previous, 0.0)
+  inside = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=-1)
+  # The two sums of a block may differ in the last bit: the clamp keeps the choice inside it, on a token of weight > 0.
+  rest = jnp.minimum(threshold - before, inside[:, -1] * _MAX_UNIFORM)
+  tokens = block * _BLOCK + jnp.sum(inside <= rest[:, None], axis=-1)
+  chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+  logp = jnp.minimum(chosen - top[:, 0] - jnp.log(total), 0.0)
+  return tokens.astype(jnp.int32), logp
+
+
+def slot_noise(key: jax.Array, episode: jax.Array, position: jax.Array, *, steps: int) -> jax.Array:
+  """Uniform numbers `[steps, S]` for the tokens at `position + 1 + i` of each episode.
+
+  A function of (key, episode, position) only: what an episode samples depends neither on its slot nor on its
+  neighbours, and no two (episode, position) pairs of a key share a number. The key is not consumed: the pair makes each
+  draw unique.
+  """
+  keys = jax.vmap(jax.random.fold_in, (None, 0))(key, episode)
+  at = position[None, :] + jnp.arange(1, steps + 1)[:, None]
+
+  def draw(episode_key: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.random.uniform(jax.random.fold_in(episode_key, at))
+
+  return jax.vmap(jax.vmap(draw), (None, 0))(keys, at)
+
+
+class Sampler:
+  """Owns the cache and the slots' state; donates both to every call, so that nothing is copied.
+
+  Args:
+    model: the policy.
+    num_slots: slots.
+    max_len: cache entries per slot.
+    chunk_steps: decode steps of a chunk.
+    temperature: logits are divided by it, in float32; log-probs are those of the result.
+    stop_ids: ids that end an action.
+  """
+
+  def __init__(
+    self,
+    model: CachedPolicy,
+    *,
+    num_slots: int,
+    max_len: int,
+    chunk_steps: int,
+    temperature: float,
+    stop_ids: Sequence[int],
+  ):
+    self._model = model
+    self._num_slots = num_slots
+    self._max_len = max_len
+    self._steps = chunk_steps
+    self._temperature = temperature
+    self._stop_ids = np.asarray(stop_ids, np.int32).reshape(-1)
+    self._cache: Cache = None
+    self._prefill_fn = jax.jit(self._prefill, static_argnames="live_len", donate_argnums=(1, 2))
+    self._decode_fn = jax.jit(self._decode, static_argnames="live_len", donate_argnums=(1, 2))
+    self.reset()
+
+  def reset(self) -> None:
+    """Empties all slots."""
+    zeros = [jnp.zeros((self._num_slots,), jnp.int32) for _ in range(4)]
+    self._cache = None  # frees the old one first
+    self._cache = self._model.init_cache(self._num_slots, self._max_len)
+    # Distinct buffers: each is donated.
+    self._state = SlotState(
+      token=zeros[0],
+      position=zeros[1],
+      budget=zeros[2],
+      active=jnp.zeros((self._num_slots,), jnp.bool_),
+      episode=zeros[3],
+    )
+
+  def prefill(self, params: Params, rows: Sequence[PrefillRow], *, num_rows: int, width: int, live_len: int) -> None:
+    """Feeds up to `num_rows` rows of up to `width` tokens; `live_len` bounds every row's last position + 1.
+
+    Rows must have different slots. Only dispatches.
+    """
+    packed = np.zeros((num_rows, _HEADER + width), np.int32)
+    packed[:, 0] = self._num_slots  # unused rows are ignored
+    for i, row in enumerate(rows):
+      count = len(row.tokens)
+      packed[i, :_HEADER] = (row.slot, row.start, count, row.next_token, row.budget, row.activate, row.episode)
+      packed[i, _HEADER : _HEADER + count] = row.tokens
+    self._cache, self._state = self._prefill_fn(
+      params, self._cache, self._state, jax.device_put(packed), live_len=live_len
+    )
+
+  def decode(self, params: Params, key: jax.Array, *, live_len: int) -> jax.Array:
+    """Dispatches one chunk; give the result to `fetch`. `live_len` bounds every active slot's last position + 1."""
+    self._cache, self._state, out = self._decode_fn(params, self._cache, self._state, key, live_len=live_len)
+    return out
+
+  def fetch(self, out: jax.Array) -> Chunk:
+    """Waits for a chunk: the one transfer from the device."""
+    host: np.ndarray = jax.device_get(out)
+    steps = self._steps
+    return Chunk(
+      tokens=host[:steps],
+      logp=host[steps : 2 * steps].view(np.float32),
+      num_sampled=host[-2],
+      active=host[-1].astype(bool),
+    )
+
+  def _prefill(
+    self, params: Params, cache: Cache, state: SlotState, packed: jax.Array, *, live_len: int
+  ) -> tuple[Cache, SlotState]:
+    slots, start, count, token, budget, activate, episode = packed[:, :_HEADER].T
+    _, cache = self._model.extend(params, cache, packed[:, _HEADER:], slots, start, count, live_len=live_len)
+    rows = SlotState(token, start + count, budget, activate.astype(bool), episode)
+    return cache, jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), state, rows)
+
+  def _decode(
+    self, params: Params, cache: Cache, state: SlotState, key: jax.Array, *, live_len: int
+  ) -> tuple[Cache, SlotState, jax.Array]:
+    lm_head = self._model.lm_head(params)
+    noise = slot_noise(key, state.episode, state.position, steps=self._steps)
+    first_position = state.position
+
+    def body(carry: _Carry) -> _Carry:
+      i, cache, state, tokens_out, logp_out = carry
+      hidden, cache = self._model.step(params, cache, state.token, state.position, live_len=live_len)
+      logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / self._temperature
+      tokens, logp = sample_tokens(logits, noise[i])
+      budget = state.budget - state.active
+      stopped = (tokens[:, None] == self._stop_ids).any(-1)
+      new = SlotState(
+        jnp.where(state.active, tokens, state.token),
+        state.position + state.active,
+        budget,
+        state.active & ~stopped & (budget > 0),
+        state.episode,
+      )
+      return i + 1, cache, new, tokens_out.at[i].set(tokens), logp_out.at[i].set(logp)
+
+    shape = (self._steps, self._num_slots)
+    carry = (jnp.int32(0), cache, state, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    # A while loop rather than a scan: it ends when every slot waits.
+    _, cache, state, tokens, logp = jax.lax.while_loop(
+      lambda carry: (carry[0] < self._steps) & carry[2].active.any(), body, carry
+    )
+    out = jnp.concatenate([
+      tokens,
+      jax.lax.bitcast_convert_type(logp, jnp.int32),
+      (state.position - first_position)[None],
+      state.active[None].astype(jnp.int32),
+    ])
+    return cache, state, out

@@ -1,0 +1,116 @@
+"""Threads that run environments, and that can be given up when one hangs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Task:
+  """One call on a worker; `result` or `error` is set once it is done."""
+
+  def __init__(self, call: Callable[[], Any], on_abandoned: Callable[[Any], None]):
+    self.result: Any = None
+    self.error: BaseException | None = None
+    self.started_at: float | None = None
+    self._call = call
+    self._on_abandoned = on_abandoned
+    self._lock = threading.Lock()
+    self._done = False
+    self._abandoned = False
+
+  def run(self) -> bool:
+    """Runs the call; returns whether anyone still wants the result."""
+    self.started_at = time.monotonic()
+    if not self._abandoned:
+      try:
+        self.result = self._call()
+      except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code: it fails its own episode)
+        self.error = error
+    with self._lock:
+      self._done = True
+      if not self._abandoned:
+        return True
+    self._on_abandoned(self.result)
+    return False
+
+  def abandon(self) -> bool:
+    """Gives the call up; its thread runs `on_abandoned(result)` when it returns. False if it is done already."""
+    with self._lock:
+      self._abandoned = not self._done
+      return self._abandoned
+
+
+class Workers:
+  """A pool of daemon threads.
+
+  Not `concurrent.futures`: its threads are joined at exit, so that one hung environment would keep the process alive,
+  and a hung thread would take a place in the pool for good.
+
+  Args:
+    num_threads: threads; 0 runs each task inside `submit`.
+  """
+
+  def __init__(self, num_threads: int):
+    self._num_threads = num_threads
+    self._todo: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    self._finished: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    self._live: set[threading.Thread] = set()
+    self._busy: dict[Task, threading.Thread] = {}
+    self._closed = False
+
+  def submit(self, task: Task) -> None:
+    """Queues a task."""
+    if self._num_threads == 0:
+      if task.run():
+        self._finished.put(task)
+      return
+    self._todo.put(task)
+    if len(self._live) < self._num_threads:
+      self._start_thread()
+
+  def poll(self, timeout: float = 0.0) -> list[Task]:
+    """Tasks that finished since the last poll; waits up to `timeout` seconds for the first of them."""
+    done: list[Task] = []
+    try:
+      done.append(self._finished.get(timeout=timeout) if timeout > 0 else self._finished.get_nowait())
+      while True:
+        done.append(self._finished.get_nowait())
+    except queue.Empty:
+      return done
+
+  def abandon(self, task: Task) -> bool:
+    """Gives up a task, and the thread that is stuck in it: another takes its place. False if it is done already."""
+    if not task.abandon():
+      return False
+    self._live.discard(self._busy.pop(task, threading.current_thread()))
+    return True
+
+  def close(self) -> None:
+    """Lets idle threads end; does not wait for busy ones."""
+    self._closed = True
+    for _ in self._live:
+      self._todo.put(None)
+    self._live.clear()
+
+  def _start_thread(self) -> None:
+    thread = threading.Thread(target=self._loop, name="sao_jax-env", daemon=True)
+    self._live.add(thread)
+    thread.start()
+
+  def _loop(self) -> None:
+    thread = threading.current_thread()
+    while True:
+      task = self._todo.get()
+      if task is None:
+        return
+      self._busy[task] = thread
+      wanted = task.run()
+      self._busy.pop(task, None)
+      if wanted:
+        self._finished.put(task)
+      if self._closed or thread not in self._live:
+        return  # given up, and replaced, while it hung
