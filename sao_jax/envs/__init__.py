@@ -1,5 +1,7 @@
 """Environments: the protocol, and the tasks."""
 
+from __future__ import annotations
+
 from sao_jax.envs.base import Environment as Environment
 from sao_jax.envs.base import EnvironmentFactory as EnvironmentFactory
 from sao_jax.envs.base import Step as Step

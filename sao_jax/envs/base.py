@@ -1,7 +1,8 @@
 """What an environment is, what a tool is, and the markup that both sides of an episode are written in.
 
-A task of your own is a class with the three methods of `Environment`: `reset(task_index) -> prompt`, `step(action) -> Step`,
-`close()`. Every text they return is appended to the context as it is, so it carries the template's tags (see `Tag`).
+A task of your own is a class with the three methods of `Environment`: `reset(task_index) -> prompt`,
+`step(action) -> Step`, `close()`. Every text they return is appended to the context as it is, so it carries the
+template's tags (see `Tag`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ class Tag:
 
 
 _ACTION = re.compile(
-  "(?:" + "|".join(f"(?P<{name}>{re.escape(tag)})" for name, tag in (("python", Tag.PYTHON), ("answer", Tag.ANSWER))) + ")"
-  + r"(?P<body>.*)" + re.escape(Tag.END), re.DOTALL,
+  rf"(?:(?P<python>{re.escape(Tag.PYTHON)})|{re.escape(Tag.ANSWER)})(?P<body>.*){re.escape(Tag.END)}", re.DOTALL
 )
 
 
@@ -53,12 +53,12 @@ def answer(text: str) -> str:
 
 
 def observation(text: str) -> str:
-  """What follows an action that has been answered by `text`; tags in `text` are broken up, so that it cannot fake a turn."""
+  """What follows an action answered by `text`; tags in `text` are broken up, so that it cannot fake a turn."""
   return f"{Tag.OUTPUT}{text.replace('<|', '< |')}{Tag.ASSISTANT}"
 
 
 def parse_action(action: str) -> tuple[str, str]:
-  """Splits an action into its kind, `"python"`, `"answer"` or `"malformed"`, and its body (the whole text if malformed).
+  """Splits an action into its kind, `"python"`, `"answer"` or `"malformed"`, and its body (all of it if malformed).
 
   Well-formed is exactly one tag, a body that is not blank and holds no tag, and `<|end|>`.
   """

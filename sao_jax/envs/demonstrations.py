@@ -170,7 +170,7 @@ def demonstrate(bank: ProblemBank, task_index: int, rng: np.random.Generator) ->
 class DemonstrationStats(NamedTuple):
   """Means over demonstrations."""
 
-  count: int
+  num: int
   success_rate: float
   mean_actions: float
   """Calls plus the answer."""

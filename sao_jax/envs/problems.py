@@ -41,9 +41,10 @@ class Problem:
 class ProblemBank:
   """The problems of one split, made on demand and kept in memory.
 
-  Problem number i depends on the config, the split and i only. A training problem whose question occurs among the held-out
-  ones is drawn again, so the splits share no question (and no seed). Held-out questions are all different; training
-  questions may repeat where a task set is small. Safe to use from many threads. The first training problem costs making the held-out ones.
+  Problem number i depends on the config, the split and i only. A training problem whose question occurs among the
+  held-out ones is drawn again, so the splits share no question (and no seed). Held-out questions are all different;
+  training questions may repeat where a task set is small. Safe to use from many threads. The first training problem
+  costs making the held-out ones.
   """
 
   def __init__(self, config: ToolMathConfig, split: Split):
@@ -117,8 +118,8 @@ class ProblemBank:
           index=index, task=task, question=entry["question"], entry=entry, expression=expression, expression_text=text
         )
     raise ValueError(
-      f"no new question for {self.split} problem {index} of task {task!r} in {_MAX_DRAWS} draws: its difficulty settings "
-      f"allow too few different questions for eval_size={self.config.eval_size}."
+      f"no new question for {self.split} problem {index} of task {task!r} in {_MAX_DRAWS} draws: its difficulty "
+      f"settings allow too few different questions for eval_size={self.config.eval_size}."
     )
 
 
@@ -128,7 +129,7 @@ def make_datasets(config: ToolMathConfig) -> dict[str, Any]:
 
   digits = {"min_digits": config.min_digits, "max_digits": config.max_digits}
   arithmetic = {"min_terms": 2, "max_terms": config.arithmetic_max_terms, "operators": ["+", "-", "*"], **digits}
-  # allow_parentheses stays on for both: with it off, the package computes its answers from left to right, ignoring precedence.
+  # allow_parentheses stays on for both: with it off, the package computes its answers from left to right.
   settings: dict[str, tuple[str, dict[str, Any]]] = {
     "arithmetic": ("basic_arithmetic", arithmetic),
     "parentheses": ("basic_arithmetic", arithmetic),
@@ -139,16 +140,15 @@ def make_datasets(config: ToolMathConfig) -> dict[str, Any]:
   }
   size = 2**62  # Virtual: the package makes item i from seed + i when it is asked for.
   seed = config.problem_seed << 64
-  return {
-    task: reasoning_gym.create_dataset(name, seed=seed, size=size, **options) for task, (name, options) in settings.items()
-  }
+  create = reasoning_gym.create_dataset
+  return {task: create(name, seed=seed, size=size, **options) for task, (name, options) in settings.items()}
 
 
 def plan_solution(task: str, entry: Mapping[str, Any]) -> tuple[Expression, str] | None:
   """What to compute for a problem, as a tree and as a line of Python.
 
-  None for a problem that is not wanted: of a form not known here, of another of the two arithmetic tasks, without anything to
-  compute, or with an answer of the package that differs from Python's.
+  None for a problem that is not wanted: of a form not known here, of the other one of the two arithmetic tasks, without
+  anything to compute, or with an answer of the package that differs from Python's.
   """
   metadata = entry["metadata"]
   if task == "equations":
@@ -158,7 +158,7 @@ def plan_solution(task: str, entry: Mapping[str, Any]) -> tuple[Expression, str]
     plan = Operation("*", Operation("//", a, Operation("gcd", a, b)), b), f"{a} // gcd({a}, {b}) * {b}"
   else:
     text = metadata["expression"]
-    if task != "products" and task != "chain_sum" and ("(" in text) != (task == "parentheses"):
+    if ("(" in text) != (task == "parentheses"):
       return None
     plan = parse_expression(text), text
   if plan is None or num_operations(plan[0]) == 0 or str(evaluate(plan[0])) != entry["answer"]:

@@ -1,4 +1,4 @@
-"""Math problems solved by calling a Python tool over several turns; answers checked by the reasoning-gym package itself."""
+"""Math problems solved by calling a Python tool over several turns; the reasoning-gym package checks the answers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ToolMath(base.Environment):
       <|python|>4140 - 6<|end|>      <|output|>4134<|assistant|>
       <|answer|>4134<|end|>                                           reward 1
 
-  An action of another form, a call that fails and a call of too many operations are answered by a short error text, and the
-  episode goes on. Without an answer after `max_turns` actions it is truncated. The only reward is the answer's: 1 if
-  the package's scorer gives it at least `success_threshold`, else 0.
+  An action of another form, a call that fails and a call of too many operations are answered by a short error text, and
+  the episode goes on. Without an answer after `max_turns` actions it is truncated (a call in the last turn is not run).
+  The only reward is the answer's: 1 if the package's scorer gives it at least `success_threshold`, else 0.
 
   Args:
     config: problems, limits, latency.
@@ -121,7 +121,7 @@ def tool_math_factory(config: ToolMathConfig, tool: base.Tool, split: Split) -> 
 
 
 def shorten_output(text: str, max_chars: int) -> str:
-  """What is shown of a tool's output: of an error its name (`error: NameError`), of anything else the first `max_chars` characters."""
+  """What is shown of a tool's output: an error's name (`error: NameError`), else the first `max_chars` characters."""
   text = text.strip("\n")
   last_line = text.rsplit("\n", 1)[-1]
   match = _ERROR_LINE.match(last_line)

@@ -39,7 +39,7 @@ class TaskWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyWeights:
-  """How often each strategy is demonstrated; relative. A strategy that does not fit a problem is left out for that problem.
+  """How often each strategy is demonstrated; relative. One that does not fit a problem is left out for that problem.
 
   Imitated perfectly, the default mixture solves about 40 % of the problems; `steps` alone solves all of them.
   """
@@ -106,20 +106,21 @@ class ToolMathConfig:
   success_threshold: float = 1.0
   """Score by the package's own `score_answer` from which an answer counts as right.
 
-  The reward is 1 from there on and 0 below. The scorer gives 1.0 to an exact answer only and a fraction to a text that holds
-  the answer among other characters; with the default 1.0 such a text earns nothing.
+  The reward is 1 from there on and 0 below. The scorer gives 1.0 to an exact answer only and a fraction to a text that
+  holds the answer among other characters; with the default 1.0 such a text earns nothing.
   """
   tool_sleep_s: float = 0.0
   """Seconds that each tool call takes in addition: for experiments about asynchrony."""
   tool_sleep_sigma: float = 0.0
-  """Shape of a log-normal distribution around `tool_sleep_s` as its median; 0 is constant. Drawn from the task and the turn."""
+  """Shape of a log-normal distribution with median `tool_sleep_s`, drawn from the task and the turn; 0 is constant."""
 
   def __post_init__(self) -> None:
     for name, low, high in (
-      ("min_digits", 1, 6), ("max_digits", self.min_digits, 6), ("arithmetic_max_terms", 2, 6), ("chain_max_terms", 2, 8),
-      ("equation_max_value", 10, 100_000), ("lcm_max_value", 10, 100_000), ("train_size", 1, 2**24), ("eval_size", 1, 100_000),
-      ("problem_seed", 0, 2**32 - 1), ("max_turns", 1, 1_000), ("max_output_chars", 8, 100_000), ("success_threshold", 1e-6, 1.0),
-      ("tool_sleep_s", 0.0, 3_600.0), ("tool_sleep_sigma", 0.0, 5.0),
+      ("min_digits", 1, 6), ("max_digits", self.min_digits, 6), ("arithmetic_max_terms", 2, 6),
+      ("chain_max_terms", 2, 8), ("equation_max_value", 10, 100_000), ("lcm_max_value", 10, 100_000),
+      ("train_size", 1, 2**24), ("eval_size", 1, 100_000), ("problem_seed", 0, 2**32 - 1), ("max_turns", 1, 1_000),
+      ("max_output_chars", 8, 100_000), ("success_threshold", 1e-6, 1.0), ("tool_sleep_s", 0.0, 3_600.0),
+      ("tool_sleep_sigma", 0.0, 5.0),
     ):
       value = getattr(self, name)
       if not low <= value <= high:

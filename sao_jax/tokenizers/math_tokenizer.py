@@ -1,4 +1,4 @@
-"""A small reversible tokenizer for mathematics with a tool: tags, numbers, the prompts' words, and single characters."""
+"""A small reversible tokenizer for mathematics with a tool: tags, numbers, the prompts' words, single characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ PAD = "<|pad|>"
 UNKNOWN = "<|unk|>"
 END = "<|end|>"
 
-SPECIAL_TOKENS = (PAD, UNKNOWN, END, "<|system|>", "<|user|>", "<|assistant|>", "<|python|>", "<|output|>", "<|answer|>")
+SPECIAL_TOKENS = (
+  PAD, UNKNOWN, END, "<|system|>", "<|user|>", "<|assistant|>", "<|python|>", "<|output|>", "<|answer|>",
+)
 """Tags, in the order of their ids: padding is 0, the unknown character 1, the end of an action 2."""
 
 PHRASES = (
@@ -27,7 +29,8 @@ PHRASES = (
   "Find the Greatest Common Divisor (GCD) of these numbers: ",
   ". Give only the GCD as your final answer.",
   # Arithmetic, with the spaces it is written with.
-  " + ", " - ", " * ", " / ", " // ", " % ", " ** ", " = ", " =", ", ", ": ", "( ", " )", "gcd(", "lcm(", "print(", "import ",
+  " + ", " - ", " * ", " / ", " // ", " % ", " ** ", " = ", " =", ", ", ": ", "( ", " )",
+  "gcd(", "lcm(", "print(", "import ",
   # What the tool answers when a call fails.
   "error: ", "malformed action", "too many operations", "SyntaxError", "NameError", "TypeError", "ValueError",
   "ZeroDivisionError", "OverflowError", "MemoryError", "TimeoutError", "ImportError", "AttributeError", "IndexError",
@@ -41,10 +44,11 @@ CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 class MathTokenizer:
   """Splits text into tags, groups of digits, known phrases and single characters, in this order of precedence.
 
-  A run of digits is split from the left into groups of `digits_per_token` digits: with 3 (as in Llama 3) every string of 1 to
-  3 digits, leading zeros included, is a token of its own (1,110 of them), so that a number of up to three digits is copied in one
-  step; with 1 every digit is a token. `decode(encode(text)) == text` for every text of printable ASCII and newlines. Any
-  other character becomes the token `<|unk|>` (one per character) and decodes to those seven characters.
+  A run of digits is split from the left into groups of `digits_per_token` digits: with 3 (as in Llama 3) every string
+  of 1 to 3 digits, leading zeros included, is a token of its own (1,110 of them), so that a number of up to three
+  digits is copied in one step; with 1 every digit is a token. `decode(encode(text)) == text` for every text of
+  printable ASCII and newlines. Any other character becomes the token `<|unk|>` (one per character) and decodes to those
+  seven characters.
 
   A tag is recognised wherever it stands in the text: who puts foreign text (a tool's output) into a prompt has to break
   up the tags in it first, as the environments here do.
@@ -66,7 +70,8 @@ class MathTokenizer:
       raise ValueError(f"digits_per_token must be 1 or 3; received {digits_per_token!r}.")
     phrases = tuple(phrases)
     for phrase in phrases:
-      if len(phrase) < 2 or re.search(r"[0-9]|<\||\|>", phrase) or set(phrase) - set(CHARACTERS) or phrases.count(phrase) > 1:
+      unknown = set(phrase) - set(CHARACTERS)
+      if len(phrase) < 2 or unknown or re.search(r"[0-9]|<\||\|>", phrase) or phrases.count(phrase) > 1:
         raise ValueError(
           "phrases must be distinct strings of two or more printable ASCII characters without digits or tags; "
           f"received {phrase!r}."

@@ -1,0 +1,49 @@
+"""A tool without a process: evaluates with Python in this one. For tests only."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+
+class FakeSession:
+  """Runs trusted code; prints a trailing expression's repr, and of an error its last line."""
+
+  def __init__(self) -> None:
+    self.namespace: dict[str, Any] = {}
+    self.open = True
+
+  def run(self, code: str) -> str:
+    assert self.open
+    printed = io.StringIO()
+    try:
+      tree = ast.parse(code)
+      last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+      with contextlib.redirect_stdout(printed):
+        exec(compile(tree, "code", "exec"), self.namespace)
+        if last is not None:
+          value = eval(compile(ast.Expression(last.value), "code", "eval"), self.namespace)  # noqa: S307
+          if value is not None:
+            print(repr(value))
+    except Exception as error:  # noqa: BLE001
+      return f"Traceback (most recent call last):\n  ...\n{type(error).__name__}: {error}"
+    return printed.getvalue()
+
+
+class FakeTool:
+  """Counts its sessions and calls."""
+
+  def __init__(self) -> None:
+    self.sessions: list[FakeSession] = []
+
+  @contextlib.contextmanager
+  def session(self) -> Iterator[FakeSession]:
+    session = FakeSession()
+    self.sessions.append(session)
+    try:
+      yield session
+    finally:
+      session.open = False
