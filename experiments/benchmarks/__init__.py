@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m experiments.benchmarks.NAME` prints rows, then one JSON object on the last line."""

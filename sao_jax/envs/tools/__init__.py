@@ -1,0 +1,7 @@
+"""Tools that environments hand to a policy: a sandboxed Python interpreter."""
+
+from __future__ import annotations
+
+from sao_jax.envs.tools.python_tool import PythonSession, PythonTool, PythonToolConfig
+
+__all__ = ["PythonSession", "PythonTool", "PythonToolConfig"]

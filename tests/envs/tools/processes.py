@@ -1,0 +1,62 @@
+"""Looks at the process table: what this process has started, directly or not."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Callable
+
+
+def _parents() -> dict[int, int]:
+  parents = {}
+  for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+    try:
+      pid, rest = path.read_text().split(" ", 1)
+    except (FileNotFoundError, ProcessLookupError):
+      continue
+    state, parent = rest[rest.rindex(")") + 1 :].split()[:2]
+    if state != "Z":
+      parents[int(pid)] = int(parent)
+  return parents
+
+
+def running() -> set[int]:
+  return set(_parents())
+
+
+def descendants(root: int) -> set[int]:
+  """A live process and all it started, directly or not."""
+  parents = _parents()
+  found = {root} & set(parents)
+  while True:
+    more = {pid for pid, parent in parents.items() if parent in found} - found
+    if not more:
+      return found
+    found |= more
+
+
+def kill_descendants() -> None:
+  for pid in descendants(os.getpid()) - {os.getpid()}:
+    os.kill(pid, signal.SIGKILL)
+
+
+def with_marker(marker: str) -> set[int]:
+  """Live processes, anywhere, that carry the marker as their name (prctl PR_SET_NAME) or in their command line."""
+  found = set()
+  for path in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+      text = (path / "comm").read_text() + (path / "cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+      continue
+    if marker in text and int(path.name) != os.getpid():
+      found.add(int(path.name))
+  return found
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+  end = time.monotonic() + timeout
+  while not condition():
+    assert time.monotonic() < end, "still not so after the timeout"
+    time.sleep(0.02)
