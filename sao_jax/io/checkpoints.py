@@ -1,0 +1,338 @@
+"""Checkpoints: arrays through Orbax and the host's state as JSON, in one folder per step, there whole or not at all."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import os
+import pathlib
+import shutil
+import zlib
+from collections.abc import Collection, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from sao_jax import types, version
+from sao_jax.io import workdir as workdir_lib
+
+_LISTING = "files.json"
+_PARTIAL = ".partial"
+_DELETED = ".deleted"
+_DAMAGED = ".damaged"
+
+
+class CheckpointError(Exception):
+  """A checkpoint cannot be used: of another config, library version or model, or all of them are damaged."""
+
+
+class Restored(NamedTuple):
+  """What `Checkpointer.restore` gives back."""
+
+  step: int
+  state: types.Params
+  """The template's structure, with the saved arrays placed as the template's are."""
+  host: dict[str, Any]
+  """The JSON host state as it was given to `save`."""
+
+
+class Checkpointer:
+  """Saves and restores one pytree and one JSON object per step, in `<workdir>/checkpoints/<step>/`.
+
+  `save` copies the arrays to the host (the learner may donate its own right after) and returns; one background thread
+  writes them. The folder gets its name only when all is in it, so a kill at any moment leaves the earlier checkpoints
+  whole. `files.json` in it holds the size and checksum of every file, which `restore` verifies. Nothing is pickled.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any],
+    keep: int = 2,
+    keep_best: int = 1,
+    may_differ: Collection[str] = (),
+    read_only: bool = False,
+  ) -> None:
+    """Opens the folder; what a killed run left half-written is removed with a warning that names it.
+
+    Args:
+      workdir: the run's folder.
+      config: the run's nested configuration (JSON values); recorded, and compared on `restore`.
+      keep: how many of the newest checkpoints stay, at least 1.
+      keep_best: how many of those with the highest `metric` stay besides.
+      may_differ: dotted names of config fields that a restore does not compare.
+      read_only: for a reader beside a live run: nothing is removed, moved or saved.
+    """
+    if keep < 1 or keep_best < 0:
+      raise ValueError(f"keep must be >= 1 and keep_best >= 0; received {keep} and {keep_best}.")
+    self._folder = pathlib.Path(workdir).absolute() / "checkpoints"
+    self._config = json.loads(json.dumps(config))
+    self._keep = keep
+    self._keep_best = keep_best
+    self._may_differ = may_differ
+    self._read_only = read_only
+    self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    self._pending: concurrent.futures.Future[None] | None = None
+    if not read_only:
+      self._folder.mkdir(parents=True, exist_ok=True)
+      self._remove_leftovers()
+
+  def steps(self) -> list[int]:
+    """Steps of which a whole checkpoint folder is there (intact or not), in increasing order."""
+    names = [path.name for path in self._folder.glob("*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+  def path(self, step: int) -> pathlib.Path:
+    """The folder of a step's checkpoint."""
+    return self._folder / str(step)
+
+  def save(
+    self, step: int, state: types.Params, host: Mapping[str, Any], *, metric: float | None = None
+  ) -> None:
+    """Starts to save; returns when the arrays are copied. Waits first for a save that is still under way.
+
+    Args:
+      step: the learner step; not saved before.
+      state: a pytree of jax or NumPy arrays (policy, critic, optimizer states, ...), typed PRNG keys included.
+      host: what else it takes to resume (counters, cursors, generator states): JSON values only.
+      metric: the higher the better, for `keep_best`; None never counts as best.
+
+    Raises:
+      ValueError: a leaf that is no array, a host state that is no JSON, a step that is already there.
+      Exception: whatever the previous save failed with (a full disk, say).
+    """
+    if self._read_only:
+      raise ValueError("This Checkpointer was opened with read_only=True; it cannot save.")
+    self.wait()
+    if self.path(step).exists():
+      raise ValueError(f"Checkpoint {self.path(step)} is already there.")
+    arrays = {name: _owned_copy(name, leaf) for name, leaf in _named_leaves(state).items()}
+    body = {
+      "library_version": version.__version__,
+      "config": self._config,
+      "leaves": {name: _describe(leaf) for name, leaf in arrays.items()},
+      "host": json.loads(json.dumps(dict(host))),
+    }
+    self._pending = self._thread.submit(self._write, step, arrays, body, None if metric is None else float(metric))
+
+  def wait(self) -> None:
+    """Blocks until the save under way is complete; raises what it failed with."""
+    pending, self._pending = self._pending, None
+    if pending is not None:
+      pending.result()
+
+  def restore(self, template: types.Params) -> Restored | None:
+    """Restores the newest intact checkpoint.
+
+    Args:
+      template: a pytree of arrays or `jax.ShapeDtypeStruct`s: structure, shapes, dtypes, and placement (sharding).
+
+    Returns:
+      The checkpoint, or None where there is none at all. A damaged one is named in a warning and put aside as
+      `<step>.damaged`, and the one before it is used.
+
+    Raises:
+      CheckpointError: the checkpoint is of another config, library version or model (the differing fields are listed),
+        or there are checkpoints and none is intact (they stay where they are).
+    """
+    self.wait()
+    steps = self.steps()
+    damaged = []
+    for step in reversed(steps):
+      try:
+        self._verify(step)
+      except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logging.warning("Checkpoint %s is damaged and not used: %s", self.path(step), error)
+        damaged.append(step)
+        continue
+      if not self._read_only:
+        for newer in damaged:
+          self._remove(newer, _DAMAGED)
+      body = self._orbax.restore(self.path(step), args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+      self._check_schema(step, body, template)
+      return Restored(step, self._read_state(step, template), body["host"])
+    if steps:
+      raise CheckpointError(f"All checkpoints in {self._folder} are damaged (steps {steps}); see the warnings above.")
+    return None
+
+  def close(self) -> None:
+    """Completes the save under way and ends the thread."""
+    try:
+      self.wait()
+    finally:
+      self._thread.shutdown()
+      self._orbax.close()
+
+  def __enter__(self) -> Checkpointer:
+    return self
+
+  def __exit__(
+    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+  ) -> None:
+    self.close()
+
+  def _write(self, step: int, arrays: dict[str, Any], body: dict[str, Any], metric: float | None) -> None:
+    """Lets Orbax write into `<step>.partial`, adds the checksums of all files, and commits by renaming the folder."""
+    partial = self.path(step).with_name(f"{step}{_PARTIAL}")
+    items = ocp.args.Composite(state=ocp.args.PyTreeSave(_nest(arrays)), host=ocp.args.JsonSave(body))
+    self._orbax.save(partial, args=items, force=True)
+    files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    checksums = {path.relative_to(partial).as_posix(): _checksum(path) for path in files}
+    listing = {"metric": metric, "files": checksums}
+    workdir_lib.atomic_write_json(partial / _LISTING, listing | {"crc32": _json_checksum(listing)})
+    partial.rename(self.path(step))
+    self._retain()
+
+  def _verify(self, step: int) -> dict[str, Any]:
+    """Checks every file against the listing; raises one of several errors at the first that is missing or differs."""
+    listing: dict[str, Any] = json.loads((self.path(step) / _LISTING).read_bytes())
+    if listing.pop("crc32") != _json_checksum(listing):
+      raise ValueError(f"the checksum of {_LISTING} itself is wrong")
+    for name, recorded in listing["files"].items():
+      if _checksum(self.path(step) / name) != recorded:
+        raise ValueError(f"size or checksum of {name} is wrong")
+    return listing
+
+  def _retain(self) -> None:
+    steps = self.steps()
+    metrics = {}
+    for step in steps:
+      try:
+        metrics[step] = json.loads((self.path(step) / _LISTING).read_bytes())["metric"]
+      except (OSError, ValueError, KeyError, TypeError) as error:
+        logging.warning("Checkpoint %s is damaged: %s", self.path(step), error)
+    ranked = sorted((metric, step) for step, metric in metrics.items() if metric is not None)
+    best = {step for _, step in ranked[len(ranked) - self._keep_best :]} if self._keep_best else set()
+    for step in steps[: -self._keep]:
+      if step not in best:
+        self._remove(step, _DELETED)
+
+  def _remove(self, step: int, suffix: str) -> None:
+    """Puts a checkpoint aside in one rename (a kill leaves no half-deleted one); then deletes it unless damaged."""
+    aside = self.path(step).with_name(f"{step}{suffix}")
+    shutil.rmtree(aside, ignore_errors=True)
+    self.path(step).rename(aside)
+    if suffix == _DELETED:
+      shutil.rmtree(aside)
+
+  def _remove_leftovers(self) -> None:
+    for path in self._folder.iterdir():
+      if _PARTIAL in path.name:
+        logging.warning("Checkpoint %s was being written when its run ended; it is removed.", path)
+      if _PARTIAL in path.name or path.name.endswith(_DELETED):
+        shutil.rmtree(path)
+
+  def _check_schema(self, step: int, body: Mapping[str, Any], template: types.Params) -> None:
+    lines = []
+    if body["library_version"] != version.__version__:
+      lines.append(f"library_version: recorded {body['library_version']}, now {version.__version__}")
+    for line in workdir_lib.config_differences(body["config"], self._config, may_differ=self._may_differ):
+      lines.append(f"config.{line}")
+    recorded = body["leaves"]
+    current = {name: _describe(leaf) for name, leaf in _named_leaves(template).items()}
+    for name in sorted(recorded.keys() | current.keys()):
+      if recorded.get(name) != current.get(name):
+        lines.append(f"array {name}: recorded {_show(recorded.get(name))}, now {_show(current.get(name))}")
+    if lines:
+      listing = "\n  ".join(lines)
+      raise CheckpointError(f"Checkpoint {self.path(step)} does not fit this run; it differs in:\n  {listing}")
+
+  def _read_state(self, step: int, template: types.Params) -> types.Params:
+    leaves = _named_leaves(template)
+    nested = _nest({name: _abstract(leaf) for name, leaf in leaves.items()})
+    args = ocp.args.PyTreeRestore(item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested))
+    tree = self._orbax.restore(self.path(step), args=ocp.args.Composite(state=args))["state"]
+    restored = [_like(leaf, _unnest(tree, name)) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(template), restored)
+
+
+def _named_leaves(tree: types.Params) -> dict[str, Any]:
+  """Maps paths such as `policy/layers_0/attention/q_proj/kernel` to leaves, in the tree's order."""
+  pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+  named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in pairs}
+  if len(named) != len(pairs):
+    raise ValueError("Two leaves of the state have the same path; dictionary keys must not contain '/'.")
+  return named
+
+
+def _nest(named: Mapping[str, Any]) -> dict[str, Any]:
+  tree: dict[str, Any] = {}
+  for name, leaf in named.items():
+    *parents, last = name.split("/")
+    node = tree
+    for part in parents:
+      node = node.setdefault(part, {})
+    node[last] = leaf
+  return tree
+
+
+def _unnest(tree: Mapping[str, Any], name: str) -> Any:
+  node: Any = tree
+  for part in name.split("/"):
+    node = node[part]
+  return node
+
+
+def _is_key(leaf: Any) -> bool:
+  return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _owned_copy(name: str, leaf: Any) -> Any:
+  """Copies a leaf into memory that the learner cannot donate or overwrite."""
+  if _is_key(leaf):
+    leaf = jax.random.key_data(leaf)
+  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    return jnp.copy(leaf)  # each process of a pod writes its own shards, from a copy on its devices
+  if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+    return np.array(leaf)
+  raise ValueError(f"State leaf {name!r} must be an array; received {type(leaf).__name__}. Others go into `host`.")
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+  if _is_key(leaf):
+    leaf = jax.eval_shape(jax.random.key_data, leaf)
+  return {"shape": list(leaf.shape), "dtype": np.dtype(leaf.dtype).name}
+
+
+def _show(description: Mapping[str, Any] | None) -> str:
+  return "nothing" if description is None else f"{description['dtype']}{description['shape']}"
+
+
+def _abstract(leaf: Any) -> Any:
+  """What Orbax restores a leaf into: a placed array for jax leaves, NumPy otherwise."""
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  if _is_key(leaf):
+    raw = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=device)
+  if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device)
+  return np.empty(leaf.shape, leaf.dtype)
+
+
+def _like(leaf: Any, array: Any) -> Any:
+  if not _is_key(leaf):
+    return array
+  implementation: list[Any] = []  # traced, because `key_impl` takes keys only, and the leaf may be a mere shape
+  jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), leaf)
+  return jax.random.wrap_key_data(array, impl=implementation[0])
+
+
+def _checksum(path: pathlib.Path) -> list[int]:
+  """Size and CRC-32 of a file."""
+  size = crc = 0
+  with path.open("rb") as file:
+    while block := file.read(1 << 20):
+      size += len(block)
+      crc = zlib.crc32(block, crc)
+  return [size, crc]
+
+
+def _json_checksum(value: Any) -> int:
+  return zlib.crc32(json.dumps(value, sort_keys=True).encode("utf-8"))

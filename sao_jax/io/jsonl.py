@@ -1,0 +1,78 @@
+"""JSON lines files that survive a kill: whole lines only, strict JSON, cut back to a step on resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sao_jax.io import workdir as workdir_lib
+
+
+class JsonlFile:
+  """Appends rows to a file; each row is one `write` of one whole line, so that a kill never mixes two."""
+
+  def __init__(self, path: str | os.PathLike[str]) -> None:
+    self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
+
+  def append(self, row: Mapping[str, Any]) -> None:
+    """Writes one row; NaN and infinities are refused (strict JSON has none)."""
+    line = json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n"
+    rest = memoryview(line.encode("utf-8"))
+    while rest:  # one write, unless a signal or a full disk cuts it short; the latter then raises
+      rest = rest[self._file.write(rest) :]
+
+  def close(self) -> None:
+    self._file.close()
+
+
+def read_rows(path: str | os.PathLike[str], *, max_line_bytes: int = 1 << 26) -> Iterator[tuple[int, dict[str, Any]]]:
+  """Yields `(line number, row)`; a last line without its newline is one that is still being written, and left out.
+
+  Args:
+    path: the file.
+    max_line_bytes: longer lines are refused before they are held in memory.
+
+  Raises:
+    ValueError: a line that is no JSON object or too long; the message holds path and line number.
+  """
+  with open(path, "rb") as file:
+    number = 0
+    while line := file.readline(max_line_bytes + 1):
+      number += 1
+      if len(line) > max_line_bytes:
+        raise ValueError(f"{path}:{number}: a line of more than {max_line_bytes} bytes.")
+      if not line.endswith(b"\n"):
+        return
+      try:
+        row = json.loads(line, parse_constant=_refuse_constant)
+      except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}:{number}: not a line of JSON: {error}.") from error
+      if not isinstance(row, dict):
+        raise ValueError(f"{path}:{number}: a JSON object is wanted; received {type(row).__name__}.")
+      yield number, row
+
+
+def cut_after_step(path: str | os.PathLike[str], step: int) -> list[dict[str, Any]]:
+  """Drops every row whose `step` is past `step`, and a half-written last line; returns the rows that stay.
+
+  The file is replaced atomically: a kill leaves the old one or the new one.
+  """
+  path = pathlib.Path(path)
+  if not path.exists():
+    return []
+  kept = []
+  for number, row in read_rows(path):
+    if not isinstance(row.get("step"), int):
+      raise ValueError(f"{path}:{number}: key 'step' must be an integer; received {row.get('step')!r}.")
+    if row["step"] <= step:
+      kept.append(row)
+  text = "".join(json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n" for row in kept)
+  workdir_lib.atomic_write(path, text.encode("utf-8"))
+  return kept
+
+
+def _refuse_constant(name: str) -> None:
+  raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,263 @@
+"""Checkpoints on real files: retention, damage of every file, kills during a save, donation, wrong schema."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from sao_jax.io import checkpoints
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONFIG = {"learner": {"eps_low": 0.3, "sizes": [1, 2]}, "num_steps": 10}
+
+
+def make_state(seed: int):
+  key = jax.random.key(seed)
+  params = {"layers_0": {"attention": {"q_proj": {"kernel": jax.random.normal(key, (4, 6))}}}}
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+  return {
+    "policy": params,
+    "critic": jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
+    "opt": optimizer.init(params),
+    "host_counts": np.arange(3, dtype=np.int64) + seed,
+    "scalar": np.float32(seed),
+    "key": jax.random.fold_in(key, 7),
+    "empty": (),
+  }
+
+
+def assert_same(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x, y = jax.random.key_data(x), jax.random.key_data(y)
+    assert x.dtype == y.dtype
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def open_(tmp_path, **options):
+  return checkpoints.Checkpointer(tmp_path, **{"config": CONFIG} | options)
+
+
+def save_steps(tmp_path, steps, **options):
+  with open_(tmp_path, **options) as checkpointer:
+    for step in steps:
+      checkpointer.save(step, make_state(step), {"cursor": step, "nan": math.nan, "names": ["a"]})
+
+
+def test_round_trip_is_exact(tmp_path):
+  with open_(tmp_path) as checkpointer:
+    assert checkpointer.restore(make_state(0)) is None
+    checkpointer.save(3, make_state(3), {"cursor": 12, "mean": 0.1, "nan": math.nan})
+    restored = checkpointer.restore(make_state(0))
+  assert restored.step == 3
+  assert_same(restored.state, make_state(3))
+  assert isinstance(restored.state["policy"]["layers_0"]["attention"]["q_proj"]["kernel"], jax.Array)
+  assert restored.host["cursor"] == 12 and restored.host["mean"] == 0.1 and math.isnan(restored.host["nan"])
+
+
+def test_restores_into_shapes_alone_and_onto_the_templates_devices(tmp_path):
+  save_steps(tmp_path, [1])
+  device = jax.devices()[0]
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device])
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+  def abstract(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    placed = isinstance(leaf, jax.Array) and not is_key and leaf.ndim
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding if placed else None)
+
+  with open_(tmp_path, read_only=True) as checkpointer:
+    state = checkpointer.restore(jax.tree.map(abstract, make_state(0))).state
+  kernel = state["policy"]["layers_0"]["attention"]["q_proj"]["kernel"]
+  assert kernel.sharding == sharding
+  assert_same(state, make_state(1))
+
+
+def test_saved_arrays_survive_donation_and_overwriting(tmp_path):
+  state = {"x": jnp.full((1000,), 1.0), "y": np.full((1000,), 1.0)}
+  step = jax.jit(lambda x: x * 0 + 5.0, donate_argnums=0)
+  with open_(tmp_path) as checkpointer:
+    checkpointer.save(1, state, {})
+    step(state["x"])
+    state["y"][:] = 5.0
+    restored = checkpointer.restore(
+      {"x": jax.ShapeDtypeStruct((1000,), jnp.float32), "y": np.zeros((1000,), np.float64)}
+    ).state
+  assert (restored["x"] == 1.0).all() and (restored["y"] == 1.0).all()
+
+
+def test_keeps_the_newest_and_the_best(tmp_path):
+  state = {"x": jnp.zeros(2)}
+  with open_(tmp_path, keep=2, keep_best=1) as checkpointer:
+    for step, metric in enumerate([0.1, 0.9, 0.3, None, 0.2, 0.1], start=1):
+      checkpointer.save(step, state, {}, metric=metric)
+      checkpointer.wait()
+    assert checkpointer.steps() == [2, 5, 6]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "5", "6"]
+
+
+def files_of(folder: pathlib.Path):
+  return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_kind_of_damage_falls_back_and_is_named(tmp_path, caplog):
+  """Deletes, truncates or flips a byte of each file in turn."""
+  save_steps(tmp_path, [1, 2], keep=2, keep_best=0)
+  names = [path.relative_to(tmp_path / "checkpoints/2") for path in files_of(tmp_path / "checkpoints/2")]
+  backup = tmp_path / "backup"
+  (tmp_path / "checkpoints").rename(backup)
+  for name in names:
+    for damage in ("delete", "truncate", "flip"):
+      caplog.clear()
+      folder = tmp_path / f"{name.name}-{damage}-{name.parent.name}"
+      shutil.copytree(backup, folder / "checkpoints")
+      path = folder / "checkpoints/2" / name
+      content = path.read_bytes()
+      if damage == "delete":
+        path.unlink()
+      elif damage == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+      else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :])
+      with open_(folder) as checkpointer, caplog.at_level(logging.WARNING):
+        restored = checkpointer.restore(make_state(0))
+      assert_same(restored.state, make_state(1))
+      assert restored.step == restored.host["cursor"] == 1
+      assert "checkpoints/2 is damaged" in caplog.text and name.name in caplog.text
+      assert (folder / "checkpoints/2.damaged").is_dir() and not (folder / "checkpoints/2").exists()
+
+
+def test_a_run_goes_on_after_damage(tmp_path):
+  save_steps(tmp_path, [1, 2])
+  (tmp_path / "checkpoints/2/state/manifest.ocdbt").unlink()
+  with open_(tmp_path) as checkpointer:
+    assert checkpointer.restore(make_state(0)).step == 1
+    checkpointer.save(2, make_state(2), {})
+    assert checkpointer.restore(make_state(0)).step == 2
+
+
+def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path):
+  save_steps(tmp_path, [1, 2])
+  for step in (1, 2):
+    (tmp_path / f"checkpoints/{step}/host/metadata").write_text("{")
+  with open_(tmp_path, read_only=True) as checkpointer, pytest.raises(checkpoints.CheckpointError, match=r"\[1, 2\]"):
+    checkpointer.restore(make_state(0))
+  assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
+
+
+def test_leftovers_of_a_kill_are_named_and_removed_but_not_by_a_reader(tmp_path, caplog):
+  save_steps(tmp_path, [1])
+  half = tmp_path / "checkpoints/2.partial.orbax-checkpoint-tmp"
+  half.mkdir()
+  with open_(tmp_path, read_only=True) as reader:
+    assert reader.restore(make_state(0)).step == 1
+    with pytest.raises(ValueError, match="read_only"):
+      reader.save(2, make_state(2), {})
+  assert half.exists()
+  with caplog.at_level(logging.WARNING), open_(tmp_path) as checkpointer:
+    assert checkpointer.restore(make_state(0)).step == 1
+  assert not half.exists()
+  assert "2.partial.orbax-checkpoint-tmp was being written" in caplog.text
+
+
+def test_mismatches_list_the_fields(tmp_path, monkeypatch):
+  save_steps(tmp_path, [1])
+  other = {"learner": {"eps_low": 0.2, "sizes": (1, 2)}, "num_steps": 20}
+  with open_(tmp_path, config=other) as checkpointer, pytest.raises(checkpoints.CheckpointError) as caught:
+    checkpointer.restore(make_state(0))
+  assert "config.learner.eps_low: recorded 0.3, now 0.2" in str(caught.value)
+  assert "config.num_steps: recorded 10, now 20" in str(caught.value)
+  assert "sizes" not in str(caught.value)
+  with open_(tmp_path, config=other, may_differ=("num_steps", "learner")) as checkpointer:
+    assert checkpointer.restore(make_state(0)).step == 1
+
+  template = make_state(0)
+  template["policy"]["layers_0"]["attention"]["q_proj"]["kernel"] = jnp.zeros((4, 8))
+  template["more"] = jnp.zeros(3)
+  with open_(tmp_path) as checkpointer, pytest.raises(checkpoints.CheckpointError) as caught:
+    checkpointer.restore(template)
+  wanted = "array policy/layers_0/attention/q_proj/kernel: recorded float32[4, 6], now float32[4, 8]"
+  assert wanted in str(caught.value)
+  assert "array more: recorded nothing, now float32[3]" in str(caught.value)
+
+  monkeypatch.setattr("sao_jax.version.__version__", "99.0")
+  with open_(tmp_path) as checkpointer, pytest.raises(checkpoints.CheckpointError, match=r"now 99\.0"):
+    checkpointer.restore(make_state(0))
+  assert (tmp_path / "checkpoints/1").is_dir()
+
+
+def test_bad_arguments(tmp_path):
+  with pytest.raises(ValueError, match="keep must be >= 1"):
+    open_(tmp_path, keep=0)
+  with open_(tmp_path) as checkpointer:
+    with pytest.raises(ValueError, match="'a/b' must be an array; received int"):
+      checkpointer.save(1, {"a": {"b": 3}}, {})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+      checkpointer.save(1, {"a": jnp.zeros(1)}, {"x": object()})
+    checkpointer.save(1, {"a": jnp.zeros(1)}, {})
+    with pytest.raises(ValueError, match="already there"):
+      checkpointer.save(1, {"a": jnp.zeros(1)}, {})
+
+
+def test_a_failed_save_surfaces_in_the_next_call(tmp_path, monkeypatch):
+  checkpointer = open_(tmp_path)
+
+  def fail(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(checkpointer._orbax, "save", fail)
+  checkpointer.save(1, {"a": jnp.zeros(1)}, {})
+  with pytest.raises(OSError, match="No space left"):
+    checkpointer.wait()
+  checkpointer.save(1, {"a": jnp.zeros(1)}, {})
+  with pytest.raises(OSError, match="No space left"):
+    checkpointer.close()
+  assert checkpointer.steps() == []
+
+
+KILLED = """
+import sys
+import jax.numpy as jnp
+from sao_jax.io import checkpoints
+checkpointer = checkpoints.Checkpointer(sys.argv[1], config={}, keep=3)
+step = int(sys.argv[2])
+while True:
+  step += 1
+  checkpointer.save(step, {"a": jnp.full((200_000,), step), "b": jnp.full((3,), step)}, {"step": step})
+  print(step, flush=True)
+"""
+
+
+def test_kill_during_saves_always_leaves_one_whole_checkpoint(tmp_path):
+  """Kills a process that does nothing but save, at times that fall into all phases of a save."""
+  template = {"a": jnp.zeros(200_000, jnp.int32), "b": jnp.zeros(3, jnp.int32)}
+  first = 0
+  for trial in range(3):
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(first)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+      for _ in range(3):
+        reported = int(process.stdout.readline())
+      time.sleep(0.013 * (trial + 1))
+      process.send_signal(signal.SIGKILL)
+      rest = process.stdout.read().split()
+    reported = int(rest[-1]) if rest else reported
+    with checkpoints.Checkpointer(tmp_path, config={}, keep=3) as checkpointer:
+      restored = checkpointer.restore(template)
+    assert restored.step >= reported - 1, "a save that had completed is lost"
+    assert restored.host == {"step": restored.step}
+    assert (restored.state["a"] == restored.step).all() and (restored.state["b"] == restored.step).all()
+    first = restored.step

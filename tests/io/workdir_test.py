@@ -1,0 +1,90 @@
+"""Locks between real processes, configurations compared, atomic writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from sao_jax.io import workdir
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HOLDER = """
+import sys, time
+from sao_jax.io import workdir
+lock = workdir.WorkdirLock(sys.argv[1])
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_runs_in_one_workdir_are_refused_until_the_first_is_dead(tmp_path):
+  folder = tmp_path / "new" / "run"
+  command = [sys.executable, "-c", HOLDER, str(folder)]
+  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    assert process.stdout.readline() == "locked\n"
+    with pytest.raises(RuntimeError, match=f"in use by another run .process {process.pid}.; .*--workdir"):
+      workdir.WorkdirLock(folder)
+    process.send_signal(signal.SIGKILL)
+  with workdir.WorkdirLock(folder), pytest.raises(RuntimeError, match=f"process {os.getpid()}"):
+    workdir.WorkdirLock(folder)
+  workdir.WorkdirLock(folder).close()
+
+
+def test_config_is_written_once_and_compared(tmp_path):
+  config = {"seed": 0, "learner": {"eps_low": 0.3, "shape": (1, 2), "clip": None}}
+  workdir.write_or_check_config(tmp_path, config)
+  workdir.write_or_check_config(tmp_path, config)
+  other = {"seed": 1, "learner": {"eps_low": 0.2, "shape": [1, 2]}, "lag": 2}
+  with pytest.raises(ValueError) as caught:
+    workdir.write_or_check_config(tmp_path, other)
+  assert str(caught.value).splitlines()[1:] == [
+    "  lag: recorded nothing, now 2",
+    "  learner.clip: recorded null, now nothing",
+    "  learner.eps_low: recorded 0.3, now 0.2",
+    "  seed: recorded 0, now 1",
+  ]
+  assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+  workdir.write_or_check_config(tmp_path, config | {"seed": 5}, may_differ=["seed"])
+  assert json.loads((tmp_path / "config.json").read_text())["seed"] == 5
+
+
+def test_true_and_one_differ():
+  assert workdir.config_differences({"a": True}, {"a": 1}) == ["a: recorded true, now 1"]
+  assert workdir.config_differences({"a": 1}, {"a": 1.0}) == []
+
+
+def test_a_broken_config_file_is_named(tmp_path):
+  (tmp_path / "config.json").write_text("{")
+  with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+    workdir.write_or_check_config(tmp_path, {})
+
+
+def test_summary_needs_its_keys(tmp_path):
+  summary = dict.fromkeys(workdir.SUMMARY_KEYS, 0) | {"seconds_by_stage": {"sao": 1.0}}
+  workdir.write_summary(tmp_path, summary | {"note": "x"})
+  assert json.loads((tmp_path / "summary.json").read_text())["note"] == "x"
+  del summary["n"]
+  with pytest.raises(ValueError, match=r"missing: \['n'\]"):
+    workdir.write_summary(tmp_path, summary)
+
+
+def test_a_failed_atomic_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+  path = tmp_path / "a.json"
+  workdir.atomic_write_json(path, {"x": 1})
+  with pytest.raises(ValueError, match="JSON compliant"):
+    workdir.atomic_write_json(path, {"x": float("nan")})
+
+  def full(descriptor):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(os, "fsync", full)
+  with pytest.raises(OSError, match="No space left"):
+    workdir.atomic_write_json(path, {"x": 2})
+  assert json.loads(path.read_text()) == {"x": 1}
+  assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
