@@ -25,6 +25,8 @@ _LISTING = "files.json"
 _PARTIAL = ".partial"
 _DELETED = ".deleted"
 _DAMAGED = ".damaged"
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a damaged listing or a missing file can raise."""
 
 
 class CheckpointError(Exception):
@@ -93,6 +95,19 @@ class Checkpointer:
     """The folder of a step's checkpoint."""
     return self._folder / str(step)
 
+  def host_state(self, step: int) -> dict[str, Any]:
+    """The JSON host state of a step's checkpoint, without its arrays.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    self.wait()
+    try:
+      self._verify(step)
+    except _DAMAGE as error:
+      raise CheckpointError(f"Checkpoint {self.path(step)} is missing or damaged: {error}") from error
+    return dict(self._read_body(step)["host"])
+
   def save(
     self, step: int, state: types.Params, host: Mapping[str, Any], *, metric: float | None = None
   ) -> None:
@@ -148,14 +163,14 @@ class Checkpointer:
     for step in reversed(steps):
       try:
         self._verify(step)
-      except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+      except _DAMAGE as error:
         logging.warning("Checkpoint %s is damaged and not used: %s", self.path(step), error)
         damaged.append(step)
         continue
       if not self._read_only:
         for newer in damaged:
           self._remove(newer, _DAMAGED)
-      body = self._orbax.restore(self.path(step), args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+      body = self._read_body(step)
       self._check_schema(step, body, template)
       return Restored(step, self._read_state(step, template), body["host"])
     if steps:
@@ -206,7 +221,7 @@ class Checkpointer:
     for step in steps:
       try:
         metrics[step] = json.loads((self.path(step) / _LISTING).read_bytes())["metric"]
-      except (OSError, ValueError, KeyError, TypeError) as error:
+      except _DAMAGE as error:
         logging.warning("Checkpoint %s is damaged: %s", self.path(step), error)
     ranked = sorted((metric, step) for step, metric in metrics.items() if metric is not None)
     best = {step for _, step in ranked[len(ranked) - self._keep_best :]} if self._keep_best else set()
@@ -228,6 +243,11 @@ class Checkpointer:
         logging.warning("Checkpoint %s was being written when its run ended; it is removed.", path)
       if _PARTIAL in path.name or path.name.endswith(_DELETED):
         shutil.rmtree(path)
+
+  def _read_body(self, step: int) -> dict[str, Any]:
+    restored = self._orbax.restore(self.path(step), args=ocp.args.Composite(host=ocp.args.JsonRestore()))
+    body: dict[str, Any] = restored["host"]
+    return body
 
   def _check_schema(self, step: int, body: Mapping[str, Any], template: types.Params) -> None:
     lines = []

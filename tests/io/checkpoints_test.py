@@ -200,6 +200,17 @@ def test_mismatches_list_the_fields(tmp_path, monkeypatch):
   assert (tmp_path / "checkpoints/1").is_dir()
 
 
+def test_host_state_alone(tmp_path):
+  save_steps(tmp_path, [1, 2])
+  (tmp_path / "checkpoints/2/host/metadata").unlink()
+  with open_(tmp_path, read_only=True) as checkpointer:
+    assert checkpointer.host_state(1)["cursor"] == 1
+    with pytest.raises(checkpoints.CheckpointError, match=r"checkpoints/2 is missing or damaged: .*metadata"):
+      checkpointer.host_state(2)
+    with pytest.raises(checkpoints.CheckpointError, match=r"checkpoints/7 is missing"):
+      checkpointer.host_state(7)
+
+
 def test_bad_arguments(tmp_path):
   with pytest.raises(ValueError, match="keep must be >= 1"):
     open_(tmp_path, keep=0)
