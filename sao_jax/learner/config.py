@@ -1,0 +1,171 @@
+"""Everything the learner can be told, in two frozen dataclasses that refuse what makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias
+
+PolicyLoss: TypeAlias = Literal["dis", "ppo_clip", "icepop", "truncated_is", "gspo"]
+Advantage: TypeAlias = Literal["gae", "gae_all_tokens", "step_mean", "step_last", "baseline"]
+Baseline: TypeAlias = Literal["none", "group", "batch_mean", "running_mean", "global_running_mean", "spo"]
+Truncation: TypeAlias = Literal["terminal", "bootstrap"]
+ValuesFrom: TypeAlias = Literal["updated", "previous"]
+
+_CHOICES = (
+  ("policy_loss", ("dis", "ppo_clip", "icepop", "truncated_is", "gspo")),
+  ("advantage", ("gae", "gae_all_tokens", "step_mean", "step_last", "baseline")),
+  ("baseline", ("none", "group", "batch_mean", "running_mean", "global_running_mean", "spo")),
+  ("truncation", ("terminal", "bootstrap")),
+  ("values_from", ("updated", "previous")),
+)
+
+
+def require(condition: bool, name: str, received: Any, allowed: str) -> None:
+  """Raises the one form of error that all checks of a config have."""
+  if not condition:
+    raise ValueError(f"{name} must be {allowed}; received {received!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+  """Adam with linear warm-up, global-norm clipping and optional decoupled weight decay."""
+
+  learning_rate: float
+  warmup_steps: int = 0
+  """Optimizer updates over which the rate rises linearly to `learning_rate`; update i (from 1) uses i / warmup_steps of it."""
+  max_grad_norm: float | None = 1.0
+  """Gradients are scaled down to this global norm; None leaves them alone."""
+  weight_decay: float = 0.0
+  """Decoupled (AdamW), on parameters with two or more axes."""
+  b1: float = 0.9
+  b2: float = 0.999
+  eps: float = 1e-8
+
+  def __post_init__(self) -> None:
+    require(self.learning_rate > 0.0, "learning_rate", self.learning_rate, "> 0")
+    require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, ">= 0")
+    require(self.max_grad_norm is None or self.max_grad_norm > 0.0, "max_grad_norm", self.max_grad_norm, "> 0 or None")
+    require(self.weight_decay >= 0.0, "weight_decay", self.weight_decay, ">= 0")
+    require(0.0 <= self.b1 < 1.0, "b1", self.b1, "in [0, 1)")
+    require(0.0 <= self.b2 < 1.0, "b2", self.b2, "in [0, 1)")
+    require(self.eps > 0.0, "eps", self.eps, "> 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+  """One learner step. `algorithms.learner_config(name)` gives the combinations that have a name."""
+
+  policy_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
+  critic_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)
+
+  # The policy's loss.
+  policy_loss: PolicyLoss = "dis"
+  eps_low: float | None = None
+  """Lower bound of DIS is 1 - eps_low. Required with `dis`, as is the other: neither is derived from the other."""
+  eps_high: float | None = None
+  """Upper bound of DIS is 1 + eps_high: 5.0 means ratios below 6."""
+  clip_low: float = 0.2
+  """`ppo_clip`, `icepop`, `gspo`: the clip interval is (1 - clip_low, 1 + clip_high)."""
+  clip_high: float = 0.28
+  icepop_low: float = 0.5
+  """`icepop`: bounds of pi_old / pi_rollout, as ratios."""
+  icepop_high: float = 5.0
+  is_cap: float = 2.0
+  """`truncated_is`: the ratio is cut at this value."""
+  policy_minibatches: int = 1
+  """Policy updates per step, each on its share of the microbatches; pi_old stays that of before the first one."""
+  hold_policy_steps: int = 0
+  """The policy's parameters stay as they are for so many learner steps, while the critic learns."""
+  temperature: float = 1.0
+  """Must be the engine's: both sides score the distribution that was sampled from."""
+  logprob_chunk_size: int = 1024
+  """Tokens whose logits are held at once."""
+
+  # Advantages.
+  advantage: Advantage = "gae"
+  """`gae` skips observations; `gae_all_tokens` reads values at them too; `step_*` give one advantage per turn;
+  `baseline` takes what came with the batch and needs no critic."""
+  baseline: Baseline = "none"
+  """With `advantage="baseline"`: where the host takes the advantages from (see `baselines.py`)."""
+  baseline_window: int | None = None
+  """Rewards that a running mean remembers; None: 8 per prompt, 128 when global."""
+  normalize_group_std: bool = True
+  discount: float = 1.0
+  alpha: float = 1.5
+  """lambda = 1 - 1 / (alpha l), l = action tokens of the trajectory (turns for `step_*`)."""
+  lambda_policy: float | None = None
+  """A fixed lambda in place of the length-adaptive one."""
+  whiten_advantages: bool = False
+  truncation: Truncation = "terminal"
+  """Whether the value after a cut-off trajectory's last token is added to its return."""
+
+  # The critic.
+  critic_updates: int = 2
+  """K: passes over the batch, each one optimizer update, before the advantages are computed."""
+  lambda_critic: float = 1.0
+  frozen_critic: tuple[str, ...] = ("attention",)
+  """Path components of the critic's parameters that are frozen; () trains all of them."""
+  values_from: ValuesFrom = "updated"
+  """`previous` takes the advantages' values from before the K updates (ablation)."""
+
+  # Packing.
+  row_length: int = 256
+  rows_per_microbatch: int = 8
+  min_microbatches: int = 1
+  """Batches are padded (at no cost in time) to at least so many microbatches, so that few shapes are compiled."""
+  microbatch_multiple: int | None = None
+  """Above that: to multiples of this; None: to powers of two."""
+
+  def __post_init__(self) -> None:
+    for name, allowed in _CHOICES:
+      require(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
+    self._check_policy()
+    self._check_advantages()
+    for name in ("critic_updates", "policy_minibatches", "logprob_chunk_size", "rows_per_microbatch", "min_microbatches"):
+      require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+    require(self.hold_policy_steps >= 0, "hold_policy_steps", self.hold_policy_steps, ">= 0")
+    require(self.row_length >= 2, "row_length", self.row_length, ">= 2")
+    multiple = self.microbatch_multiple
+    require(multiple is None or multiple >= 1, "microbatch_multiple", multiple, ">= 1, or None for powers of two")
+
+  def _check_policy(self) -> None:
+    if self.policy_loss == "dis":
+      low, high = self.eps_low, self.eps_high
+      require(low is not None and 0.0 <= low < 1.0, "eps_low", low, "given, and in [0, 1)")
+      require(high is not None and high > 0.0, "eps_high", high, "given, and > 0 (it is not copied from eps_low)")
+    require(0.0 <= self.clip_low < 1.0, "clip_low", self.clip_low, "in [0, 1)")
+    require(self.clip_high > 0.0, "clip_high", self.clip_high, "> 0")
+    bounds = (self.icepop_low, self.icepop_high)
+    require(0.0 <= bounds[0] < bounds[1], "(icepop_low, icepop_high)", bounds, "0 <= low < high")
+    require(self.is_cap > 0.0, "is_cap", self.is_cap, "> 0")
+    require(self.temperature > 0.0, "temperature", self.temperature, "> 0")
+
+  def _check_advantages(self) -> None:
+    require(0.0 <= self.discount <= 1.0, "discount", self.discount, "in [0, 1]")
+    require(self.alpha > 0.0, "alpha", self.alpha, "> 0")
+    fixed = self.lambda_policy
+    require(fixed is None or 0.0 <= fixed <= 1.0, "lambda_policy", fixed, "in [0, 1], or None for length-adaptive")
+    require(0.0 <= self.lambda_critic <= 1.0, "lambda_critic", self.lambda_critic, "in [0, 1]")
+    window = self.baseline_window
+    require(window is None or window >= 1, "baseline_window", window, ">= 1 or None")
+    if self.advantage == "baseline":
+      require(self.baseline != "none", "baseline", self.baseline, 'other than "none" with advantage="baseline"')
+      require(self.truncation == "terminal", "truncation", self.truncation, '"terminal" without a critic')
+    else:
+      require(self.baseline == "none", "baseline", self.baseline, f'"none" with advantage={self.advantage!r}')
+    if self.per_step:
+      require(self.lambda_critic == 1.0, "lambda_critic", self.lambda_critic, f"1 with advantage={self.advantage!r}")
+
+  @property
+  def uses_critic(self) -> bool:
+    return self.advantage != "baseline"
+
+  @property
+  def per_step(self) -> bool:
+    """Whether one advantage is given per turn rather than per token."""
+    return self.advantage in ("step_mean", "step_last")
+
+  @property
+  def needs_groups(self) -> bool:
+    """Whether several trajectories of one prompt are compared with one another."""
+    return self.baseline == "group"

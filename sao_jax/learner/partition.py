@@ -1,0 +1,109 @@
+"""Which parameters train: decided by exact components of their paths, and reported in a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from sao_jax.types import Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleCount:
+  """Parameters of one kind of module."""
+
+  name: str
+  total: int
+  trainable: int
+
+  @property
+  def frozen(self) -> int:
+    return self.total - self.trainable
+
+
+def path_components(path: Sequence[Any]) -> tuple[str, ...]:
+  """The components of a jax key path as plain strings: dict keys, attribute names, positions."""
+  return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def split(params: Params, frozen: Sequence[str]) -> tuple[Params, Params]:
+  """Splits `params` into `(trainable, frozen)`: two trees of the same structure, with None where the other has the leaf.
+
+  A leaf is frozen if one whole component of its path is in `frozen`: `attention` freezes `layers_0/attention/q_norm/scale`
+  and leaves `layers_0/post_attention_norm/scale` alone. To jax a None holds no leaf, so gradients, optimizer states and
+  checkpoints of the trainable part contain nothing of the frozen one.
+
+  Args:
+    params: a pytree of arrays.
+    frozen: names of components; empty: everything trains.
+
+  Raises:
+    ValueError: a name that no path contains, or nothing left to train.
+  """
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+  paths = [path_components(path) for path, _ in leaves]
+  for name in frozen:
+    if not any(name in path for path in paths):
+      known = sorted({component for path in paths for component in path})
+      raise ValueError(f"frozen = {name!r} matches no parameter; the components of the paths are {known}.")
+  held = [any(name in path for name in frozen) for path in paths]
+  if all(held):
+    raise ValueError(f"frozen = {tuple(frozen)} leaves no parameter to train.")
+  trainable = [None if h else leaf for h, (_, leaf) in zip(held, leaves, strict=True)]
+  fixed = [leaf if h else None for h, (_, leaf) in zip(held, leaves, strict=True)]
+  return treedef.unflatten(trainable), treedef.unflatten(fixed)
+
+
+def merge(trainable: Params, frozen: Params) -> Params:
+  """Undoes `split`."""
+  return jax.tree.map(lambda t, f: f if t is None else t, trainable, frozen, is_leaf=lambda leaf: leaf is None)
+
+
+def module_kind(path: Sequence[str]) -> str:
+  """The row of the report that a parameter belongs to; its outermost telling component decides."""
+  for component in path:
+    if component == "attention":
+      return "attention"
+    if component in ("mlp", "moe"):
+      return "MoE/MLP"
+    if component == "embed":
+      return "embeddings"
+    if component in ("lm_head", "value_head"):
+      return "head"
+    if component.endswith("norm"):
+      return "norms"
+  return "other"
+
+
+def parameter_counts(params: Params, frozen: Sequence[str] = ()) -> list[ModuleCount]:
+  """Counts by kind of module, the total first; kinds that the model lacks are left out (but for `attention`)."""
+  trainable, _ = split(params, frozen)
+  kinds: dict[str, list[int]] = {"attention": [0, 0]}
+  flat = jax.tree_util.tree_flatten_with_path(params)[0]
+  trains = {path for path, _ in jax.tree_util.tree_flatten_with_path(trainable)[0]}
+  for path, leaf in flat:
+    count = kinds.setdefault(module_kind(path_components(path)), [0, 0])
+    size = math.prod(leaf.shape)
+    count[0] += size
+    count[1] += size if path in trains else 0
+  order = ("attention", "MoE/MLP", "embeddings", "norms", "head", "other")
+  rows = [ModuleCount(name=name, total=kinds[name][0], trainable=kinds[name][1]) for name in order if name in kinds]
+  total = ModuleCount(name="total", total=sum(r.total for r in rows), trainable=sum(r.trainable for r in rows))
+  return [total, *rows]
+
+
+def parameter_report(params: Params, frozen: Sequence[str] = (), *, title: str = "parameters") -> str:
+  """A table of `parameter_counts` for people: counts, share of the total, trainable and frozen, trainable share."""
+  rows = parameter_counts(params, frozen)
+  whole = max(rows[0].total, 1)
+  lines = [f"{title:<12}{'count':>16}{'share':>9}{'trainable':>16}{'frozen':>16}{'trainable':>11}"]
+  for row in rows:
+    share = row.trainable / row.total if row.total else 0.0
+    lines.append(
+      f"{row.name:<12}{row.total:>16,}{row.total / whole:>9.1%}{row.trainable:>16,}{row.frozen:>16,}{share:>11.1%}"
+    )
+  return "\n".join(lines)

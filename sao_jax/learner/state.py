@@ -1,0 +1,80 @@
+"""What the learner carries from step to step: one pytree, donated to every step and saved as it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sao_jax.learner import optimizers, partition
+from sao_jax.learner.config import LearnerConfig
+from sao_jax.types import Params
+
+
+class Counters(NamedTuple):
+  """Updates that were skipped since the run began; int32 scalars."""
+
+  policy_nonfinite: jax.Array
+  critic_nonfinite: jax.Array
+  policy_empty: jax.Array
+  critic_empty: jax.Array
+
+
+class LearnerState(NamedTuple):
+  """Policy, critic, their optimizers and the counts.
+
+  The jitted steps donate it: whoever else needs the parameters (the rollout engine) takes a copy.
+  """
+
+  policy: Params
+  policy_opt: optax.OptState
+  critic: Params | None
+  """All parameters of the critic, frozen ones included; None for algorithms without a critic."""
+  critic_opt: optax.OptState | None
+  """State for the trainable parameters only."""
+  step: jax.Array
+  """int32: learner steps done."""
+  counters: Counters
+
+  @property
+  def version(self) -> jax.Array:
+    """Version of the policy: every learner step makes a new one, a skipped or held update included, so that staleness
+    and admission go on."""
+    return self.step
+
+
+def init_state(config: LearnerConfig, policy_params: Params, critic_params: Params | None = None) -> LearnerState:
+  """A fresh state that owns its buffers: what is handed in is copied.
+
+  Args:
+    config: decides the optimizers and what of the critic trains.
+    policy_params: the policy's parameters.
+    critic_params: the critic's; required by algorithms with a critic, refused by those without.
+
+  Raises:
+    ValueError: critic parameters missing or superfluous, or `frozen_critic` names a component that does not exist.
+  """
+  if config.uses_critic != (critic_params is not None):
+    wanted = "required" if config.uses_critic else "not used"
+    raise ValueError(f"critic_params is {wanted} with advantage={config.advantage!r}; received {type(critic_params)}.")
+  policy = jax.tree.map(_copy, policy_params)
+  policy_opt = optimizers.init_optimizer(optimizers.make_optimizer(config.policy_optimizer), policy)
+  critic = critic_opt = None
+  if critic_params is not None:
+    critic = jax.tree.map(_copy, critic_params)
+    trainable, _ = partition.split(critic, config.frozen_critic)
+    critic_opt = optimizers.init_optimizer(optimizers.make_optimizer(config.critic_optimizer), trainable)
+  return LearnerState(
+    policy=policy,
+    policy_opt=policy_opt,
+    critic=critic,
+    critic_opt=critic_opt,
+    step=jnp.zeros((), jnp.int32),
+    counters=Counters(*(jnp.zeros((), jnp.int32) for _ in Counters._fields)),
+  )
+
+
+def _copy(leaf: jax.Array) -> jax.Array:
+  return jnp.array(leaf, copy=True)

@@ -1,0 +1,477 @@
+"""The learner step against a float64 re-derivation, and the faults of PITFALLS that touch it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sao_jax.learner import algorithms, batching, state, update
+from sao_jax.learner.config import OptimizerConfig
+from tests.learner import tiny
+
+PLAIN = OptimizerConfig(learning_rate=1e-2, max_grad_norm=None)
+CRITIC = OptimizerConfig(learning_rate=3e-2, max_grad_norm=None)
+ROWS = {"row_length": 16, "rows_per_microbatch": 2, "min_microbatches": 8}
+
+
+def make_config(name: str = "sao", **fields):
+  return algorithms.learner_config(
+    name, **{"policy_optimizer": PLAIN, "critic_optimizer": CRITIC, **ROWS, **fields}
+  )
+
+
+@functools.cache
+def make_step(config):
+  return update.make_update_step(config, tiny.policy_apply, tiny.value_apply if config.uses_critic else None)
+
+
+def make_state(config, policy=None, critic=None):
+  return state.init_state(
+    config, policy or tiny.init(1), (critic or tiny.init(2, value=True)) if config.uses_critic else None
+  )
+
+
+def run(config, trajectories, *, policy=None, critic=None, steps: int = 1, baseline_adv=None):
+  """Packs, steps, and fetches; nothing but the explicit transfers may cross between host and device."""
+  batch, stats = batching.pack_batch(config, trajectories, baseline_adv)
+  learner = make_state(config, policy, critic)
+  batch, count = jax.device_put((batch, np.int32(stats.num_microbatches)))
+  step = make_step(config)
+  with jax.transfer_guard("disallow"):
+    for _ in range(steps):
+      learner, metrics = step(learner, batch, count)
+  return jax.device_get(learner), jax.device_get(metrics)
+
+
+def first_gradient(opt_state):
+  """Adam's first moment after one update is (1 - b1) times the gradient."""
+  moments = next(s for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+  return jax.tree.map(lambda mu: mu / (1.0 - PLAIN.b1), moments.mu)
+
+
+def assert_close(actual, expected, **tolerance):
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, **tolerance), actual, expected)
+
+
+def assert_same(actual, expected):
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The oracle: the whole step on unpacked trajectories, loop by loop, in float64.
+
+
+def oracle_gae(trajectory, values, lambda_, discount, bootstrap=0.0):
+  """Equations 4 and 5, from the last action token to the first."""
+  advantages = np.zeros(len(values))
+  following_value, following_advantage = bootstrap, 0.0
+  for t in reversed(np.flatnonzero(trajectory.action_mask)):
+    delta = float(trajectory.rewards[t]) + discount * following_value - values[t]
+    advantages[t] = delta + discount * lambda_ * following_advantage
+    following_value, following_advantage = values[t], advantages[t]
+  return advantages
+
+
+def oracle_adam(params, grads, moments, count, rate):
+  first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], grads)
+  second = jax.tree.map(lambda m, g: 0.999 * m + 0.001 * g**2, moments[1], grads)
+  new = jax.tree.map(
+    lambda p, m, v: p - rate * (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + 1e-8),
+    params, first, second,
+  )  # fmt: skip
+  return new, (first, second)
+
+
+def add(trees):
+  return functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), trees)
+
+
+def oracle_step(config, trajectories, policy, critic):
+  """Returns the critic's parameters, the advantages per trajectory, the policy's gradient and loss."""
+  total = sum(t.num_actions for t in trajectories)
+  value = tiny.Oracle.of(critic)
+  frozen = value.params["layers_0"]["attention"]
+  zeros = jax.tree.map(np.zeros_like, value.params)
+  moments = (zeros, zeros)
+
+  def bootstrap(t, model):
+    cut = config.truncation == "bootstrap" and t.ended == "truncated"
+    return model.values_after(t.tokens)[-1] if cut else 0.0
+
+  for count in range(1, config.critic_updates + 1):
+    gradients = []
+    for t in trajectories:
+      v = value.values(t.tokens)
+      targets = oracle_gae(t, v, config.lambda_critic, config.discount, bootstrap(t, value)) + v
+      gradients.append(value.value_gradient(t.tokens, np.where(t.action_mask, 2.0 * (v - targets) / total, 0.0)))
+    params, moments = oracle_adam(value.params, add(gradients), moments, count, CRITIC.learning_rate)
+    if config.frozen_critic:
+      params["layers_0"]["attention"] = frozen
+    value = tiny.Oracle(params)
+  actor = tiny.Oracle.of(policy)
+  advantages, gradients, loss = [], [], 0.0
+  for t in trajectories:
+    lambda_ = config.lambda_policy
+    if lambda_ is None:
+      lambda_ = max(0.0, 1.0 - 1.0 / (config.alpha * t.num_actions))
+    adv = oracle_gae(t, value.values(t.tokens), lambda_, config.discount, bootstrap(t, value))
+    logp = actor.logps(t.tokens, config.temperature)[np.arange(len(t.tokens)), t.tokens]
+    ratio = np.exp(np.where(t.action_mask, logp - t.behavior_logp, 0.0))
+    kept = t.action_mask & (1.0 - config.eps_low < ratio) & (ratio < 1.0 + config.eps_high)
+    coefficient = -np.where(kept, ratio * adv, 0.0) / total
+    loss += np.sum(coefficient * logp)
+    gradients.append(actor.policy_gradient(t.tokens, coefficient, config.temperature))
+    advantages.append(adv)
+  return value.params, advantages, add(gradients), loss
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {},
+    {"frozen_critic": (), "critic_updates": 1, "discount": 0.9, "lambda_policy": 0.7, "temperature": 0.7},
+    {"truncation": "bootstrap", "lambda_critic": 0.8, "discount": 0.95, "eps_low": 0.1, "eps_high": 0.3},
+  ],
+)
+def test_one_step_equals_a_float64_rederivation(fields):
+  config = make_config(**fields)
+  policy, critic = tiny.init(1), tiny.init(2, value=True)
+  made = tiny.trajectories(
+    12, seed=3, policy=policy, lag=0.3, truncated_share=0.4, temperature=config.temperature
+  )
+  learner, metrics = run(config, made, policy=policy, critic=critic)
+  expected_critic, advantages, gradient, loss = oracle_step(config, made, policy, critic)
+  assert_close(learner.critic, expected_critic, rtol=1e-3, atol=2e-5)
+  assert_close(first_gradient(learner.policy_opt), gradient, rtol=1e-3, atol=3e-6)
+  np.testing.assert_allclose(metrics["policy_loss"], loss, rtol=1e-4, atol=1e-6)
+  flat = np.concatenate([a[t.action_mask] for a, t in zip(advantages, made, strict=True)])
+  np.testing.assert_allclose(metrics["advantage_mean"], flat.mean(), rtol=1e-3, atol=1e-5)
+  np.testing.assert_allclose(metrics["advantage_std"], flat.std(), rtol=1e-3, atol=1e-5)
+  assert metrics["action_tokens"] == len(flat)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PITFALLS.
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_pitfall_10_without_lag_every_ratio_is_one_and_nothing_is_masked(temperature):
+  config = make_config(temperature=temperature)
+  policy = tiny.init(1)
+  _, metrics = run(config, tiny.trajectories(12, policy=policy, temperature=temperature), policy=policy)
+  np.testing.assert_allclose(metrics["ratio_mean"], 1.0, atol=1e-6)
+  assert metrics["dis_masked_fraction"] == 0.0 and abs(metrics["approx_kl"]) < 1e-6
+
+
+def test_pitfall_9_another_temperature_than_the_engines_shows_in_the_ratio():
+  policy = tiny.init(1, scale=1.5)
+  _, metrics = run(make_config(), tiny.trajectories(12, policy=policy, temperature=0.7), policy=policy)
+  assert metrics["approx_kl"] > 0.01
+
+
+def with_ratios(trajectory, policy, ratios):
+  """The same trajectory, recorded with log-probs that make the given ratios."""
+  logp = tiny.Oracle.of(policy).logps(trajectory.tokens)[np.arange(len(trajectory.tokens)), trajectory.tokens]
+  recorded = np.full(len(logp), np.nan, np.float32)
+  recorded[trajectory.action_mask] = (logp[trajectory.action_mask] - np.log(ratios)).astype(np.float32)
+  object.__setattr__(trajectory, "behavior_logp", recorded)
+  return trajectory
+
+
+def test_pitfall_5_masked_tokens_count_in_the_denominator():
+  """Two of four tokens masked: the gradient is that of the other two, over four."""
+  policy = tiny.init(1)
+  config = make_config(values_from="previous")
+  half = with_ratios(tiny.trajectory([False, True, True, True, True]), policy, [1.0, 1.0, 0.1, 9.0])
+  learner, metrics = run(config, [half], policy=policy)
+  assert metrics["dis_masked_fraction"] == 0.5
+  assert metrics["dis_masked_low"] == 0.25 and metrics["dis_masked_high"] == 0.25
+  adv = oracle_gae(half, tiny.Oracle.of(tiny.init(2, value=True)).values(half.tokens), 1.0 - 1.0 / 6.0, 1.0)
+  coefficient = -adv * np.array([0, 1, 1, 0, 0]) / 4.0
+  expected = tiny.Oracle.of(policy).policy_gradient(half.tokens, coefficient)
+  assert_close(first_gradient(learner.policy_opt), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_pitfall_7_nothing_kept_moves_nothing():
+  """All tokens masked, with momentum from an earlier step and weight decay: the policy stays bit for bit."""
+  decay = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
+  config = make_config(policy_optimizer=decay)
+  policy = tiny.init(1)
+  step = make_step(config)
+  good, stats = batching.pack_batch(config, tiny.trajectories(12, policy=policy))
+  learner, _ = step(make_state(config, policy), good, np.int32(stats.num_microbatches))
+  before = jax.device_get(learner)
+  moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before.policy, policy)
+  assert all(change > 0 for change in jax.tree.leaves(moved))
+  masked = good.replace(behavior_logp=np.where(good.action_mask, -40.0, 0.0).astype(np.float32))
+  learner, metrics = step(learner, masked, np.int32(stats.num_microbatches))
+  after, metrics = jax.device_get((learner, metrics))
+  assert metrics["dis_masked_fraction"] == 1.0 and metrics["policy_loss"] == 0.0
+  assert metrics["policy_grad_norm"] == 0.0 and all(np.isfinite(m) for m in metrics.values())
+  assert_same((after.policy, after.policy_opt), (before.policy, before.policy_opt))
+  assert after.counters.policy_empty == 1 and after.counters.policy_nonfinite == 0
+  assert after.step == before.step + 1
+
+  nothing = good.replace(action_mask=np.zeros_like(good.action_mask))
+  before = after
+  learner, metrics = step(learner, nothing, np.int32(stats.num_microbatches))
+  after, metrics = jax.device_get((learner, metrics))
+  assert_same((after.policy, after.policy_opt), (before.policy, before.policy_opt))
+  assert_same((after.critic, after.critic_opt), (before.critic, before.critic_opt))
+  assert metrics["policy_loss"] == 0.0 and metrics["value_loss"] == 0.0
+  assert all(np.isfinite(value) for key, value in metrics.items() if not key.startswith("explained_variance"))
+  assert after.counters.critic_empty == 2
+
+
+@pytest.mark.parametrize("poison", ["rewards", "behavior_logp"])
+def test_a_batch_that_is_not_finite_changes_nothing_and_is_counted(poison):
+  config = make_config()
+  policy = tiny.init(1)
+  batch, stats = batching.pack_batch(config, tiny.trajectories(12, policy=policy))
+  bad = np.array(getattr(batch, poison))
+  bad[tuple(np.argwhere(batch.action_mask)[0])] = np.nan
+  step = make_step(config)
+  learner, _ = step(make_state(config, policy), batch, np.int32(stats.num_microbatches))
+  before = jax.device_get(learner)
+  learner, _ = step(learner, batch.replace(**{poison: bad}), np.int32(stats.num_microbatches))
+  after = jax.device_get(learner)
+  assert_same((after.policy, after.policy_opt), (before.policy, before.policy_opt))
+  assert after.counters.policy_nonfinite == 1 and after.counters.policy_empty == 0
+  if poison == "rewards":
+    assert_same((after.critic, after.critic_opt), (before.critic, before.critic_opt))
+    assert after.counters.critic_nonfinite == 2
+  else:
+    assert after.counters.critic_nonfinite == 0
+  learner, metrics = step(learner, batch, np.int32(stats.num_microbatches))
+  assert all(np.isfinite(value) for value in jax.device_get(metrics).values())
+
+
+def test_pitfall_13_the_critic_is_fitted_to_monte_carlo_returns_whatever_the_policys_lambda():
+  made = [tiny.trajectory([False, True, True], reward=1.0)]
+  losses = []
+  for lambda_ in (0.0, 0.5, None):
+    config = make_config(lambda_policy=lambda_)
+    v = tiny.Oracle.of(tiny.init(2, value=True)).values(made[0].tokens)[1:]
+    _, metrics = run(config, made)
+    losses.append(metrics["value_loss"])
+    np.testing.assert_allclose(metrics["value_loss"], np.mean((v - 1.0) ** 2), rtol=1e-5)
+  assert losses[0] == losses[1] == losses[2]
+
+
+def test_pitfall_15_an_advantage_of_zero_is_still_an_action():
+  """Tokens whose advantage and return are 0 count in the denominators and in every mean."""
+  config = make_config("reinforce")
+  policy = tiny.init(1)
+  made = [tiny.trajectory([False, True, True], seed=i, index=i, policy=policy) for i in range(4)]
+  _, one = run(config, made, policy=policy, baseline_adv=[1.0, 0.0, 0.0, 0.0])
+  assert one["action_tokens"] == 8 and one["advantage_mean"] == 0.25
+  adv = np.array([1.0, 0.0, 0.0, 0.0])
+  oracle = tiny.Oracle.of(policy)
+  expected = -sum(a * oracle.logps(t.tokens)[np.arange(3), t.tokens][1:].sum() for a, t in zip(adv, made, strict=True))
+  np.testing.assert_allclose(one["policy_loss"], expected / 8, rtol=1e-5)
+  learner, _ = run(config, made, policy=policy, baseline_adv=[0.0] * 4)
+  assert learner.counters.policy_empty == 0
+
+
+def test_pitfall_16_bootstrapping_a_truncated_episode_is_a_setting():
+  critic = tiny.init(2, value=True)
+  made = [tiny.trajectory([False, True, True, False], reward=2.0, ended="truncated")]
+  oracle = tiny.Oracle.of(critic)
+  after = oracle.values_after(made[0].tokens)[-1]
+  v = oracle.values(made[0].tokens)[1:3]
+  for truncation, last in (("terminal", 2.0), ("bootstrap", 2.0 + 0.5 * after)):
+    config = make_config(truncation=truncation, discount=0.5, values_from="previous", lambda_policy=1.0)
+    _, metrics = run(config, made, critic=critic)
+    np.testing.assert_allclose(metrics["value_loss"], np.mean((v - [0.5 * last, last]) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(metrics["advantage_mean"], np.mean([0.5 * last, last] - v), rtol=1e-5)
+  terminal = [tiny.trajectory([False, True, True, False], reward=2.0)]
+  config = make_config(truncation="bootstrap", discount=0.5, values_from="previous", lambda_policy=1.0)
+  _, metrics = run(config, terminal, critic=critic)
+  np.testing.assert_allclose(metrics["advantage_mean"], np.mean([1.0, 2.0] - v), rtol=1e-5)
+
+
+def test_pitfall_17_whitening_reads_action_tokens_only_and_is_off_by_default():
+  made = tiny.trajectories(12, policy=tiny.init(1))
+  _, plain = run(make_config(), made)
+  _, white = run(make_config(whiten_advantages=True), made)
+  assert abs(plain["advantage_mean"]) > 1e-3
+  np.testing.assert_allclose(white["advantage_mean"], 0.0, atol=1e-6)
+  np.testing.assert_allclose(white["advantage_std"], 1.0, rtol=1e-5)
+  _, single = run(make_config(whiten_advantages=True), [tiny.trajectory([False, True], policy=tiny.init(1))])
+  assert single["advantage_mean"] == 0.0 and np.isfinite(single["policy_loss"])
+
+
+def test_pitfall_19_advantages_come_from_the_updated_values():
+  made = tiny.trajectories(12, policy=tiny.init(1))
+  pulled, metrics = {}, {}
+  for source in ("updated", "previous"):
+    learner, metrics[source] = run(make_config(values_from=source), made)
+    pulled[source] = learner.critic
+  assert_same(pulled["updated"], pulled["previous"])
+  assert metrics["updated"]["advantage_mean"] != metrics["previous"]["advantage_mean"]
+  assert metrics["updated"]["explained_variance"] != metrics["updated"]["explained_variance_before"]
+  np.testing.assert_allclose(
+    metrics["previous"]["explained_variance"], metrics["previous"]["explained_variance_before"], rtol=1e-6
+  )
+
+
+def test_pitfall_20_warm_up_and_hold_are_two_things():
+  """The critic's warm-up scales its own rate only; holding the policy leaves the critic training."""
+  made = tiny.trajectories(12, policy=tiny.init(1))
+  warm = OptimizerConfig(learning_rate=3e-2, max_grad_norm=None, warmup_steps=10)
+  changes = {}
+  for name, optimizer in (("plain", CRITIC), ("warm", warm)):
+    learner, _ = run(make_config(critic_optimizer=optimizer, critic_updates=1), made)
+    start = tiny.init(2, value=True)
+    changes[name] = learner.critic["value_head"]["kernel"] - start["value_head"]["kernel"]
+    assert np.abs(learner.policy["lm_head"]["kernel"] - tiny.init(1)["lm_head"]["kernel"]).max() > 0
+  np.testing.assert_allclose(changes["warm"], changes["plain"] / 10.0, rtol=1e-3, atol=1e-6)
+  config = make_config(hold_policy_steps=2)
+  for steps, moves in ((2, False), (3, True)):
+    learner, metrics = run(config, made, steps=steps)
+    assert (np.abs(learner.policy["lm_head"]["kernel"] - tiny.init(1)["lm_head"]["kernel"]).max() > 0) == moves
+    assert np.abs(learner.critic["value_head"]["kernel"] - tiny.init(2, value=True)["value_head"]["kernel"]).max() > 0
+    assert metrics["policy_grad_norm"] > 0 and learner.version == steps
+    assert learner.counters.policy_empty == 0
+
+
+def test_pitfall_21_frozen_attention_has_no_optimizer_state_no_gradient_and_no_change():
+  config = make_config()
+  learner = make_state(config)
+  full = make_state(make_config(frozen_critic=()))
+
+  def size(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+  attention = size(learner.critic["layers_0"]["attention"])
+  assert size(full.critic_opt) - size(learner.critic_opt) == 2 * attention
+  frozen_after, _ = run(config, tiny.trajectories(12))
+  assert_same(frozen_after.critic["layers_0"]["attention"], tiny.init(2, value=True)["layers_0"]["attention"])
+  full_after, _ = run(make_config(frozen_critic=()), tiny.trajectories(12))
+  start = tiny.init(2, value=True)["layers_0"]["attention"]["v_proj"]["kernel"]
+  assert np.abs(full_after.critic["layers_0"]["attention"]["v_proj"]["kernel"] - start).max() > 0
+
+
+def test_frozen_leaves_cost_no_matrix_product_in_the_compiled_program():
+  """The gradient of a frozen kernel is one dot_general; it is absent from the program."""
+
+  def dots(config):
+    batch, _ = batching.pack_batch(config, tiny.trajectories(4))
+    step = update.make_critic_step(config, tiny.value_apply, jit=False)
+    jaxpr = jax.make_jaxpr(step)(make_state(config), batch, jnp.int32(1))
+    text = jax.jit(step).lower(make_state(config), batch, jnp.int32(1)).compile().as_text()
+    return str(jaxpr).count("dot_general"), text.count(" dot(")
+
+  frozen, full = dots(make_config()), dots(make_config(frozen_critic=()))
+  assert frozen[1] <= full[1] - 1
+
+
+def test_pitfall_22_k_updates_are_k_real_updates():
+  made = tiny.trajectories(12)
+  counts, critics, losses = [], [], []
+  for updates in (1, 2, 3):
+    learner, metrics = run(make_config(critic_updates=updates), made)
+    counts.append(int(learner.critic_opt[0].count))
+    critics.append(learner.critic["value_head"]["kernel"])
+    losses.append(metrics["value_loss_last"])
+  assert counts == [1, 2, 3]
+  assert np.abs(critics[1] - critics[0]).max() > 0 and np.abs(critics[2] - critics[1]).max() > 0
+  assert losses[0] > losses[1] > losses[2]
+
+
+def test_pitfall_23_every_row_has_its_own_mask():
+  """Two rows with different masks give what the two give alone."""
+  config = make_config(rows_per_microbatch=2, values_from="previous")
+  policy = tiny.init(1)
+  one = tiny.trajectory([False] + [True] * 3 + [False] * 12, seed=1, index=1, policy=policy)
+  two = tiny.trajectory([False] * 9 + [True] * 7, seed=2, index=2, policy=policy)
+  gradients = [first_gradient(run(config, made, policy=policy)[0].policy_opt) for made in ([one], [two], [one, two])]
+  expected = jax.tree.map(lambda a, b: (3 * a + 7 * b) / 10, gradients[0], gradients[1])
+  assert_close(gradients[2], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_pitfall_26_the_state_owns_its_buffers():
+  """Parameters handed in, and leaves shared by policy and critic, survive the donated step."""
+  config = make_config()
+  policy = tiny.init(1)
+  critic = {**tiny.init(2, value=True), "embed": policy["embed"]}
+  kept = jax.device_get((policy, critic))
+  run(config, tiny.trajectories(6), policy=policy, critic=critic)
+  assert_same(jax.device_get((policy, critic)), kept)
+
+
+def test_pitfall_33_a_zero_head_starts_at_value_zero():
+  critic = tiny.init(2, value=True)
+  critic["value_head"]["kernel"] = jnp.zeros_like(critic["value_head"]["kernel"])
+  made = [tiny.trajectory([False, True, True], reward=1.0)]
+  _, metrics = run(make_config(values_from="previous", lambda_policy=1.0), made, critic=critic)
+  assert metrics["value_loss"] == 1.0 and metrics["advantage_mean"] == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Microbatches.
+
+
+def test_microbatches_add_up_to_one_big_batch():
+  made = tiny.trajectories(12, policy=tiny.init(1), lag=0.2)
+  small, small_metrics = run(make_config(), made)
+  large, large_metrics = run(make_config(rows_per_microbatch=16, min_microbatches=1), made)
+  for name in ("policy", "critic"):
+    assert_close(getattr(small, name), getattr(large, name), rtol=1e-3, atol=2e-5)
+  assert_close(first_gradient(small.policy_opt), first_gradient(large.policy_opt), rtol=1e-4, atol=1e-6)
+  for key in small_metrics:
+    np.testing.assert_allclose(small_metrics[key], large_metrics[key], rtol=1e-3, atol=1e-5, err_msg=key)
+
+
+def test_unused_microbatches_are_not_computed():
+  """Garbage past the trip count is never touched, and one program serves every trip count."""
+  config = make_config()
+  policy = tiny.init(1)
+  batch, stats = batching.pack_batch(config, tiny.trajectories(6, policy=policy))
+  assert stats.num_microbatches < stats.num_padded_microbatches
+  calls = []
+
+  def counting(params, tokens, positions, segment_ids):
+    jax.debug.callback(lambda: calls.append(1))
+    return tiny.value_apply(params, tokens, positions, segment_ids)
+
+  step = jax.jit(update.make_critic_step(config, counting, num_updates=1, jit=False))
+  step(make_state(config, policy), batch, np.int32(stats.num_microbatches))
+  jax.effects_barrier()
+  assert len(calls) == stats.num_microbatches
+  step(make_state(config, policy), batch, np.int32(1))
+  jax.effects_barrier()
+  assert len(calls) == stats.num_microbatches + 1 and step._cache_size() == 1
+
+
+def test_critic_step_alone_leaves_policy_and_step_count():
+  config = make_config()
+  batch, stats = batching.pack_batch(config, tiny.trajectories(12))
+  step = update.make_critic_step(config, tiny.value_apply, num_updates=1)
+  learner = make_state(config)
+  losses = []
+  for _ in range(30):
+    learner, metrics = step(learner, batch, np.int32(stats.num_microbatches))
+    losses.append(float(metrics["value_loss"]))
+  assert losses[-1] < 0.5 * losses[0]
+  assert_same(jax.device_get(learner.policy), jax.device_get(tiny.init(1)))
+  assert learner.step == 0 and int(learner.critic_opt[0].count) == 30
+
+
+def test_same_inputs_same_bits():
+  made = tiny.trajectories(12, policy=tiny.init(1), lag=0.2)
+  assert_same(run(make_config(), made, steps=2), run(make_config(), made, steps=2))
+
+
+def test_missing_and_superfluous_critics_are_refused():
+  with pytest.raises(ValueError, match="value_apply is required"):
+    update.make_update_step(make_config(), tiny.policy_apply)
+  with pytest.raises(ValueError, match="critic_params is required"):
+    state.init_state(make_config(), tiny.init(1))
+  with pytest.raises(ValueError, match="critic_params is not used"):
+    state.init_state(make_config("grpo"), tiny.init(1), tiny.init(2, value=True))
