@@ -1,0 +1,208 @@
+"""Log-probs of tokens, from logits or straight from hidden states without ever holding the logits of all tokens."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from sao_jax.ops import _checks
+
+_Pair: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+def token_logprobs(logits: ArrayLike, tokens: ArrayLike, *, temperature: float = 1.0) -> jax.Array:
+  """Log-prob of each token under the tempered distribution.
+
+  log π(a) = z_a / τ − logsumexp(z / τ).
+
+  Args:
+    logits: `[..., V]`, any float dtype (cast to float32 first), already aligned: `logits[t]` predicts `tokens[t]`.
+    tokens: `[...]` int ids in [0, V).
+    temperature: τ > 0, the one the engine samples with.
+
+  Returns:
+    `[...]` float32.
+
+  Raises:
+    ValueError: the shapes do not fit, or τ ≤ 0. TypeError: float tokens.
+
+  >>> round(float(token_logprobs(jnp.zeros(4), jnp.array(2))), 4)
+  -1.3863
+  """
+  _checks.interval("temperature", temperature, 0.0, open_low=True)
+  z, ids = _checks.float32(logits), _token_ids(tokens)
+  if z.ndim == 0 or z.shape[:-1] != ids.shape:
+    raise ValueError(f"logits must be tokens' shape plus V; received logits {z.shape}, tokens {ids.shape}.")
+  z = z / temperature
+  return jnp.take_along_axis(z, ids[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(z, axis=-1)
+
+
+def chunked_token_logprobs(
+  hidden: ArrayLike, lm_head: ArrayLike, tokens: ArrayLike, *, temperature: float = 1.0, chunk_size: int
+) -> tuple[jax.Array, jax.Array]:
+  """Log-prob of each token, and entropy of its distribution, from hidden states; logits exist for one chunk at a time.
+
+  z = h W / τ,  log π(a) = z_a − logsumexp(z),  H = −Σ_v π_v log π_v.
+
+  The backward pass (a custom gradient) computes each chunk's logits again, so that neither pass holds `[T, V]`. Both
+  outputs are differentiable with respect to `hidden` and `lm_head`. Products accumulate in float32; the gradient of
+  `lm_head` is summed over chunks in float32. With bfloat16 inputs the logits' cotangents are rounded to bfloat16 before
+  their matmuls, as plain autodiff of a bfloat16 model does.
+
+  Leading axes before the last are kept apart (a chunk takes a slice of time from every row), so rows sharded over
+  devices stay so.
+
+  Args:
+    hidden: `[..., D]`, any float dtype, aligned: `hidden[t]` predicts `tokens[t]` (`masking.align_predictions`).
+    lm_head: `[D, V]`.
+    tokens: `[...]` int ids in [0, V).
+    temperature: τ > 0, the one the engine samples with.
+    chunk_size: ≥ 1, tokens whose logits may exist at once; `chunk_size` · V floats are held. At least the number of
+      tokens: no loop.
+
+  Returns:
+    `(logp, entropy)`, both `[...]` float32.
+
+  Raises:
+    ValueError: the shapes do not fit, τ ≤ 0 or chunk_size < 1. TypeError: float tokens.
+  """
+  _checks.interval("temperature", temperature, 0.0, open_low=True)
+  if not isinstance(chunk_size, int) or chunk_size < 1:
+    raise ValueError(f"chunk_size must be an int >= 1; received {chunk_size!r}.")
+  h, w, ids = jnp.asarray(hidden), jnp.asarray(lm_head), _token_ids(tokens)
+  if w.ndim != 2 or h.ndim == 0 or h.shape[:-1] != ids.shape or h.shape[-1] != w.shape[0]:
+    raise ValueError(
+      "hidden must be tokens' shape plus D, and lm_head [D, V]; "
+      f"received hidden {h.shape}, lm_head {w.shape}, tokens {ids.shape}."
+    )
+  if not (jnp.issubdtype(h.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
+    raise TypeError(f"hidden and lm_head must be floats; received {h.dtype.name} and {w.dtype.name}.")
+  chunks, restore = _split(h, ids, chunk_size)
+  logp, entropy = _chunked(float(temperature), *chunks, w)
+  return restore(logp), restore(entropy)
+
+
+def _token_ids(tokens: ArrayLike) -> jax.Array:
+  ids = jnp.asarray(tokens)
+  if not jnp.issubdtype(ids.dtype, jnp.integer):
+    raise TypeError(f"tokens must be integer ids; received dtype {ids.dtype.name}.")
+  return ids
+
+
+class _Restore(NamedTuple):
+  """Undoes `_split` on `[n, R, c]` per-token results."""
+
+  shape: tuple[int, ...]
+  rows: int
+  columns: int
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x, 0, 1).reshape(self.rows, -1)[:, : self.columns].reshape(self.shape)
+
+
+def _split(h: jax.Array, ids: jax.Array, chunk_size: int) -> tuple[tuple[jax.Array, jax.Array], _Restore]:
+  """`[..., D]` and `[...]` to n chunks `[n, R, c, D]`, `[n, R, c]` of R · c ≤ chunk_size tokens, padded with zeros."""
+  shape = ids.shape
+  rows = math.prod(shape[:-1])
+  if rows > chunk_size or not shape:  # more rows than a chunk has tokens: one long row
+    rows = 1
+  columns = math.prod(shape) // max(rows, 1)
+  count = max(1, math.ceil(columns / max(1, chunk_size // max(rows, 1))))
+  width = math.ceil(columns / count)  # even chunks: the least padding
+  padding = count * width - columns
+  h = jnp.pad(h.reshape(rows, columns, h.shape[-1]), ((0, 0), (0, padding), (0, 0)))
+  ids = jnp.pad(ids.reshape(rows, columns), ((0, 0), (0, padding)))
+  h = jnp.moveaxis(h.reshape(rows, count, width, h.shape[-1]), 1, 0)
+  return (h, jnp.moveaxis(ids.reshape(rows, count, width), 1, 0)), _Restore(shape, rows, columns)
+
+
+def _logits(h: jax.Array, w: jax.Array, temperature: float) -> jax.Array:
+  dtype = jnp.promote_types(h.dtype, w.dtype)
+  z = lax.dot_general(
+    h.astype(dtype), w.astype(dtype), (((h.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+  )
+  return z if temperature == 1.0 else z * (1.0 / temperature)
+
+
+def _forward_chunk(
+  h: jax.Array, ids: jax.Array, w: jax.Array, temperature: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """`(logp, entropy, logsumexp)` of one chunk."""
+  z = _logits(h, w, temperature)
+  largest = jnp.max(z, axis=-1, keepdims=True)
+  shifted = z - largest
+  weights = jnp.exp(shifted)
+  total = jnp.sum(weights, axis=-1)
+  log_total = jnp.log(total)
+  chosen = jnp.take_along_axis(z, ids[..., None], axis=-1)[..., 0]
+  logsumexp = largest[..., 0] + log_total
+  entropy = log_total - jnp.sum(weights * shifted, axis=-1) / total
+  return chosen - logsumexp, entropy, logsumexp
+
+
+def _backward_chunk(
+  h: jax.Array, ids: jax.Array, w: jax.Array, temperature: float,
+  logsumexp: jax.Array, entropy: jax.Array, logp_bar: jax.Array, entropy_bar: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Cotangents of one chunk's hidden states, and its float32 share of lm_head's.
+
+  ∂logp/∂z_v = 1[v = a] − π_v,  ∂H/∂z_v = −π_v (log π_v + H).
+  """
+  log_probs = _logits(h, w, temperature) - logsumexp[..., None]
+  chosen = ids[..., None] == lax.broadcasted_iota(ids.dtype, log_probs.shape, log_probs.ndim - 1)
+  z_bar = jnp.where(chosen, logp_bar[..., None], 0.0) - jnp.exp(log_probs) * (
+    logp_bar[..., None] + entropy_bar[..., None] * (log_probs + entropy[..., None])
+  )
+  z_bar = (z_bar * (1.0 / temperature)).astype(jnp.promote_types(h.dtype, w.dtype))
+  batch = tuple(range(h.ndim - 1))
+  h_bar = lax.dot_general(
+    z_bar, w.astype(z_bar.dtype), (((h.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+  )
+  w_bar = lax.dot_general(h.astype(z_bar.dtype), z_bar, ((batch, batch), ((), ())), preferred_element_type=jnp.float32)
+  return h_bar.astype(h.dtype), w_bar
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(temperature: float, h: jax.Array, ids: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return _chunked_forward(temperature, h, ids, w)[0]
+
+
+def _chunked_forward(
+  temperature: float, h: jax.Array, ids: jax.Array, w: jax.Array
+) -> tuple[_Pair, tuple[jax.Array, ...]]:
+  if h.shape[0] == 1:
+    logp, entropy, logsumexp = (x[None] for x in _forward_chunk(h[0], ids[0], w, temperature))
+  else:
+    logp, entropy, logsumexp = lax.map(lambda x: _forward_chunk(x[0], x[1], w, temperature), (h, ids))
+  return (logp, entropy), (h, ids, w, logsumexp, entropy)
+
+
+def _chunked_backward(
+  temperature: float, residuals: tuple[jax.Array, ...], cotangents: _Pair
+) -> tuple[jax.Array, None, jax.Array]:
+  h, ids, w, logsumexp, entropy = residuals
+  per_chunk = (h, ids, logsumexp, entropy, *cotangents)
+
+  def one(chunk: tuple[jax.Array, ...]) -> _Pair:
+    h_i, ids_i, *rest = chunk
+    return _backward_chunk(h_i, ids_i, w, temperature, *rest)
+
+  if h.shape[0] == 1:
+    h_bar, w_bar = one(tuple(x[0] for x in per_chunk))
+    return h_bar[None], None, w_bar.astype(w.dtype)
+
+  def step(total: jax.Array, chunk: tuple[jax.Array, ...]) -> _Pair:
+    h_bar, w_bar = one(chunk)
+    return total + w_bar, h_bar
+
+  w_bar, h_bar = lax.scan(step, jnp.zeros(w.shape, jnp.float32), per_chunk)
+  return h_bar, None, w_bar.astype(w.dtype)
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
