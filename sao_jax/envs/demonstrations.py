@@ -16,7 +16,7 @@ SYNTAX_ERROR = "error: SyntaxError"
 TOO_MANY_OPERATIONS = "error: too many operations"
 MALFORMED = "error: malformed action"
 
-_EXCHANGED = {"+": "-", "-": "+", "*": "+", "//": "*", "gcd": "+"}
+_EXCHANGED: Mapping[str, str] = {"+": "-", "-": "+", "*": "+", "//": "*", "gcd": "+"}
 
 
 class Piece(NamedTuple):

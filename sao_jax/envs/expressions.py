@@ -30,7 +30,7 @@ class Negation:
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {
   "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "//": lambda a, b: a // b, "gcd": math.gcd,
 }
-_AST_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
+_AST_OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
 
 
 def parse_expression(text: str) -> Expression:
