@@ -5,7 +5,7 @@ from sao_jax.rollout.config import EngineConfig
 from sao_jax.rollout.engine import Engine, EngineThread, ParamsFor
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.queue import TrajectoryQueue
-from sao_jax.rollout.sampler import Sampler, sample_tokens
+from sao_jax.rollout.sampler import Sampler, SamplerSpec, sample_tokens
 from sao_jax.rollout.weights import WeightStore
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
   "EpisodeRequest",
   "ParamsFor",
   "Sampler",
+  "SamplerSpec",
   "TrajectoryQueue",
   "WeightStore",
   "sample_tokens",

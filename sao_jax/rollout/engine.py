@@ -13,7 +13,7 @@ import jax
 
 from sao_jax.rollout.config import EngineConfig
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
-from sao_jax.rollout.sampler import Sampler
+from sao_jax.rollout.sampler import Sampler, SamplerSpec
 from sao_jax.rollout.slots import SlotTable
 from sao_jax.rollout.weights import WeightStore
 from sao_jax.types import CachedPolicy, EnvironmentFactory, Params, Tokenizer, Trajectory
@@ -68,17 +68,16 @@ class Engine:
     seed: int = 0,
   ):
     self._config = config
-    self._key = jax.random.key(seed)
+    self._key = jax.random.key(seed, impl="threefry2x32")
     self._calls = collections.Counter[int]()
-    self._sampler = Sampler(
-      model,
-      num_slots=config.num_slots,
-      max_len=config.max_len,
+    spec = SamplerSpec(
+      model=model,
       chunk_steps=config.chunk_steps,
       temperature=config.temperature,
-      stop_ids=tokenizer.stop_ids,
+      stop_ids=tuple(tokenizer.stop_ids),
     )
-    self._slots = SlotTable(config=config, make_env=make_env, tokenizer=tokenizer, sampler=self._sampler)
+    sampler = Sampler(spec, num_slots=config.num_slots, max_len=config.max_len)
+    self._slots = SlotTable(config=config, make_env=make_env, tokenizer=tokenizer, sampler=sampler)
     self._driving = threading.Lock()
     self._counts = collections.Counter[str]()
     self._failed_by_kind = collections.Counter[str]()
@@ -225,8 +224,8 @@ class Engine:
     """Counts failures, logs the first of each kind, and stops the engine when there are too many."""
     for request, failure in failures:
       if failure.kind not in self._failed_by_kind:
-        _log.warning("episode %d failed (%s, logged once per kind): %s", request.episode_id, failure.kind, failure,
-                     exc_info=failure)
+        message = "episode %d failed (%s, logged once per kind): %s"
+        _log.warning(message, request.episode_id, failure.kind, failure, exc_info=failure.__cause__)
       self._failed_by_kind[failure.kind] += 1
       self._counts["failed_episodes"] += 1
       if on_failure is not None:

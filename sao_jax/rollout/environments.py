@@ -30,7 +30,7 @@ class EnvironmentHolder:
       if self._env is None:
         self._env = self._make_env()
       prompt = check_text(self._env.reset(task_index), "prompt", self._config.max_observation_chars)
-      ids = np.asarray(self._tokenizer.encode(prompt), np.int32)
+      ids = self._encode(prompt)
     except EpisodeFailure:
       raise
     except (Exception, SystemExit) as error:
@@ -50,11 +50,19 @@ class EnvironmentHolder:
     assert self._env is not None
     try:
       text = self._tokenizer.decode(action.tolist())
-      return text, check_step(self._env.step(text), self._tokenizer.encode, self._config.max_observation_chars)
+      return text, check_step(self._env.step(text), self._encode, self._config.max_observation_chars)
     except EpisodeFailure:
       raise
     except (Exception, SystemExit) as error:
       raise EpisodeFailure("step_error", repr(error)) from error
+
+  def _encode(self, text: str) -> np.ndarray:
+    ids = np.asarray(self._tokenizer.encode(text), np.int32).reshape(-1)
+    outside = ids[(ids < 0) | (ids >= self._tokenizer.vocab_size)]
+    if outside.size:
+      size, received = self._tokenizer.vocab_size, outside[:5].tolist()
+      raise EpisodeFailure("bad_tokens", f"token ids must be in [0, {size}); the tokenizer gave {received}.")
+    return ids
 
   def close(self, *_: Any) -> None:
     """Closes the environment if there is one; an error in it is logged, since nothing depends on it any more."""

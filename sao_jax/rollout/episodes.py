@@ -61,7 +61,7 @@ def check_text(text: Any, what: str, max_chars: int) -> str:
   return text
 
 
-def check_step(step: Any, encode: Callable[[str], Sequence[int]], max_chars: int) -> Answer:
+def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int) -> Answer:
   """Returns what `Environment.step` answered if it can be used; `EpisodeFailure` otherwise."""
   if not isinstance(step, Step):
     raise EpisodeFailure("bad_step", f"Environment.step must return a Step; received {type(step).__name__}.")
@@ -73,7 +73,7 @@ def check_step(step: Any, encode: Callable[[str], Sequence[int]], max_chars: int
   return Answer(
     text=text,
     # What follows a final action is never fed to the policy.
-    ids=np.asarray([] if step.done else encode(text), np.int32),
+    ids=np.zeros(0, np.int32) if step.done else encode(text),
     reward=float(reward),
     done=bool(step.done),
     truncated=bool(step.truncated),

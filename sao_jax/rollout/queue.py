@@ -155,11 +155,19 @@ class TrajectoryQueue:
     with self._changed:
       return dict(self._counts)
 
-  def state(self) -> tuple[dict[str, int], list[Trajectory]]:
-    """Counters (JSON-able) and the waiting trajectories, to be saved together."""
+  def running(self) -> list[int]:
+    """Numbers of the episodes that were started and have not ended, and may still be used."""
+    with self._changed:
+      return self._wanted()
+
+  def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
+    """Counters with the numbers of the `running` episodes (JSON-able), and the waiting trajectories: of one moment.
+
+    A group that is incomplete is kept: its other members are among the running ones, or must be started anew.
+    """
     with self._changed:
       waiting = [x for group in (*self._ready, *self._partial.values()) for x in group]
-      return dict(self._counts), waiting
+      return {**self._counts, "running": self._wanted()}, waiting
 
   def restore(self, counters: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
     """Sets a new queue to what `state` returned. Episodes that were running then count as never started.
@@ -167,7 +175,7 @@ class TrajectoryQueue:
     Raises:
       ValueError: unknown or missing counters, or an episode twice.
     """
-    if set(counters) != set(_COUNTERS):
+    if set(counters) - {"running"} != set(_COUNTERS):
       raise ValueError(f"counters must be {sorted(_COUNTERS)}; received {sorted(counters)}.")
     ids = [x.episode_id for x in trajectories]
     if len(set(ids)) != len(ids):
@@ -183,6 +191,9 @@ class TrajectoryQueue:
         if len(members) == self._group_size:
           self._ready.append(self._partial.pop(trajectory.group_id))
       self._changed.notify_all()
+
+  def _wanted(self) -> list[int]:
+    return sorted(episode for episode, group in self._running.items() if group not in self._dead_groups)
 
   def _waiting(self) -> int:
     return len(self._ready) * self._group_size + sum(len(x) for x in self._partial.values())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 
 from sao_jax.types import Cache, CachedPolicy, Params
 
@@ -96,60 +99,112 @@ def sample_tokens(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax
 
 
 def slot_noise(key: jax.Array, episode: jax.Array, position: jax.Array, *, steps: int) -> jax.Array:
-  """Uniform numbers `[steps, S]` for the tokens at `position + 1 + i` of each episode.
+  """Uniform numbers in [0, 1), `[steps, S]`, for the tokens at `position + 1 + i` of each episode.
 
-  A function of (key, episode, position) only: what an episode samples depends neither on its slot nor on its
-  neighbours, and no two (episode, position) pairs of a key share a number. The key is not consumed: the pair makes each
-  draw unique.
+  u = threefry(key, (episode, position)) / 2^32, to 24 bits.
+
+  One call of the block cipher behind `jax.random` per chunk, with (episode, position) as its counter: what an episode
+  samples depends neither on its slot nor on its neighbours, and no two tokens of a key share a number.
+
+  Args:
+    key: a threefry key; not consumed, since the counter makes each draw unique.
+    episode: `[S]` int32.
+    position: `[S]` int32: position of the last token of each context.
+    steps: tokens per slot.
   """
-  keys = jax.vmap(jax.random.fold_in, (None, 0))(key, episode)
   at = position[None, :] + jnp.arange(1, steps + 1)[:, None]
+  counter = jnp.stack([jnp.broadcast_to(episode, at.shape), at]).astype(jnp.uint32)
+  bits: jax.Array = threefry_2x32(jax.random.key_data(key), counter)[0]
+  return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
-  def draw(episode_key: jax.Array, at: jax.Array) -> jax.Array:
-    return jax.random.uniform(jax.random.fold_in(episode_key, at))
 
-  return jax.vmap(jax.vmap(draw), (None, 0))(keys, at)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplerSpec:
+  """What the compiled programs depend on besides shapes; samplers of equal specs share them."""
+
+  model: CachedPolicy
+  chunk_steps: int
+  """Decode steps of a chunk."""
+  temperature: float
+  """Logits are divided by it, in float32; log-probs are those of the result."""
+  stop_ids: tuple[int, ...]
+  """Ids that end an action."""
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "live_len"), donate_argnums=(1, 2))
+def _prefill(
+  params: Params, cache: Cache, state: SlotState, packed: jax.Array, *, spec: SamplerSpec, live_len: int
+) -> tuple[Cache, SlotState]:
+  slots, start, count, token, budget, activate, episode = packed[:, :_HEADER].T
+  _, cache = spec.model.extend(params, cache, packed[:, _HEADER:], slots, start, count, live_len=live_len)
+  rows = SlotState(token, start + count, budget, activate.astype(bool), episode)
+  return cache, jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), state, rows)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "live_len"), donate_argnums=(1, 2))
+def _decode(
+  params: Params, cache: Cache, state: SlotState, key: jax.Array, *, spec: SamplerSpec, live_len: int
+) -> tuple[Cache, SlotState, jax.Array]:
+  model, steps = spec.model, spec.chunk_steps
+  lm_head = model.lm_head(params)
+  noise = slot_noise(key, state.episode, state.position, steps=steps)
+  first_position = state.position
+  stop_ids = np.asarray(spec.stop_ids, np.int32)
+
+  def body(carry: _Carry) -> _Carry:
+    i, window, state, tokens_out, logp_out = carry
+    hidden, window = model.step(params, window, state.token, state.position, live_len=live_len)
+    logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / spec.temperature
+    tokens, logp = sample_tokens(logits, noise[i])
+    budget = state.budget - state.active
+    stopped = (tokens[:, None] == stop_ids).any(-1)
+    new = SlotState(
+      jnp.where(state.active, tokens, state.token),
+      state.position + state.active,
+      budget,
+      state.active & ~stopped & (budget > 0),
+      state.episode,
+    )
+    return i + 1, window, new, tokens_out.at[i].set(tokens), logp_out.at[i].set(logp)
+
+  shape = (steps, state.token.shape[0])
+  window = model.window(cache, live_len)
+  carry = (jnp.int32(0), window, state, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+  # A while loop rather than a scan: it ends when every slot waits.
+  _, window, state, tokens, logp = jax.lax.while_loop(
+    lambda carry: (carry[0] < steps) & carry[2].active.any(), body, carry
+  )
+  out = jnp.concatenate([
+    tokens,
+    jax.lax.bitcast_convert_type(logp, jnp.int32),
+    (state.position - first_position)[None],
+    state.active[None].astype(jnp.int32),
+  ])
+  return model.merge(cache, window), state, out
 
 
 class Sampler:
   """Owns the cache and the slots' state; donates both to every call, so that nothing is copied.
 
   Args:
-    model: the policy.
+    spec: model and sampling.
     num_slots: slots.
     max_len: cache entries per slot.
-    chunk_steps: decode steps of a chunk.
-    temperature: logits are divided by it, in float32; log-probs are those of the result.
-    stop_ids: ids that end an action.
   """
 
-  def __init__(
-    self,
-    model: CachedPolicy,
-    *,
-    num_slots: int,
-    max_len: int,
-    chunk_steps: int,
-    temperature: float,
-    stop_ids: Sequence[int],
-  ):
-    self._model = model
+  def __init__(self, spec: SamplerSpec, *, num_slots: int, max_len: int):
+    self._spec = spec
     self._num_slots = num_slots
     self._max_len = max_len
-    self._steps = chunk_steps
-    self._temperature = temperature
-    self._stop_ids = np.asarray(stop_ids, np.int32).reshape(-1)
     self._cache: Cache = None
-    self._prefill_fn = jax.jit(self._prefill, static_argnames="live_len", donate_argnums=(1, 2))
-    self._decode_fn = jax.jit(self._decode, static_argnames="live_len", donate_argnums=(1, 2))
     self.reset()
 
   def reset(self) -> None:
     """Empties all slots."""
-    zeros = [jnp.zeros((self._num_slots,), jnp.int32) for _ in range(4)]
     self._cache = None  # frees the old one first
-    self._cache = self._model.init_cache(self._num_slots, self._max_len)
+    self._cache = self._spec.model.init_cache(self._num_slots, self._max_len)
     # Distinct buffers: each is donated.
+    zeros = [jnp.zeros((self._num_slots,), jnp.int32) for _ in range(4)]
     self._state = SlotState(
       token=zeros[0],
       position=zeros[1],
@@ -169,67 +224,24 @@ class Sampler:
       count = len(row.tokens)
       packed[i, :_HEADER] = (row.slot, row.start, count, row.next_token, row.budget, row.activate, row.episode)
       packed[i, _HEADER : _HEADER + count] = row.tokens
-    self._cache, self._state = self._prefill_fn(
-      params, self._cache, self._state, jax.device_put(packed), live_len=live_len
+    self._cache, self._state = _prefill(
+      params, self._cache, self._state, jax.device_put(packed), spec=self._spec, live_len=live_len
     )
 
   def decode(self, params: Params, key: jax.Array, *, live_len: int) -> jax.Array:
     """Dispatches one chunk; give the result to `fetch`. `live_len` bounds every active slot's last position + 1."""
-    self._cache, self._state, out = self._decode_fn(params, self._cache, self._state, key, live_len=live_len)
+    self._cache, self._state, out = _decode(
+      params, self._cache, self._state, key, spec=self._spec, live_len=live_len
+    )
     return out
 
   def fetch(self, out: jax.Array) -> Chunk:
     """Waits for a chunk: the one transfer from the device."""
-    host: np.ndarray = jax.device_get(out)
-    steps = self._steps
+    host = np.array(jax.device_get(out), np.int32)
+    steps = self._spec.chunk_steps
     return Chunk(
       tokens=host[:steps],
       logp=host[steps : 2 * steps].view(np.float32),
       num_sampled=host[-2],
       active=host[-1].astype(bool),
     )
-
-  def _prefill(
-    self, params: Params, cache: Cache, state: SlotState, packed: jax.Array, *, live_len: int
-  ) -> tuple[Cache, SlotState]:
-    slots, start, count, token, budget, activate, episode = packed[:, :_HEADER].T
-    _, cache = self._model.extend(params, cache, packed[:, _HEADER:], slots, start, count, live_len=live_len)
-    rows = SlotState(token, start + count, budget, activate.astype(bool), episode)
-    return cache, jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), state, rows)
-
-  def _decode(
-    self, params: Params, cache: Cache, state: SlotState, key: jax.Array, *, live_len: int
-  ) -> tuple[Cache, SlotState, jax.Array]:
-    lm_head = self._model.lm_head(params)
-    noise = slot_noise(key, state.episode, state.position, steps=self._steps)
-    first_position = state.position
-
-    def body(carry: _Carry) -> _Carry:
-      i, cache, state, tokens_out, logp_out = carry
-      hidden, cache = self._model.step(params, cache, state.token, state.position, live_len=live_len)
-      logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / self._temperature
-      tokens, logp = sample_tokens(logits, noise[i])
-      budget = state.budget - state.active
-      stopped = (tokens[:, None] == self._stop_ids).any(-1)
-      new = SlotState(
-        jnp.where(state.active, tokens, state.token),
-        state.position + state.active,
-        budget,
-        state.active & ~stopped & (budget > 0),
-        state.episode,
-      )
-      return i + 1, cache, new, tokens_out.at[i].set(tokens), logp_out.at[i].set(logp)
-
-    shape = (self._steps, self._num_slots)
-    carry = (jnp.int32(0), cache, state, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    # A while loop rather than a scan: it ends when every slot waits.
-    _, cache, state, tokens, logp = jax.lax.while_loop(
-      lambda carry: (carry[0] < self._steps) & carry[2].active.any(), body, carry
-    )
-    out = jnp.concatenate([
-      tokens,
-      jax.lax.bitcast_convert_type(logp, jnp.int32),
-      (state.position - first_position)[None],
-      state.active[None].astype(jnp.int32),
-    ])
-    return cache, state, out

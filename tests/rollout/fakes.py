@@ -75,6 +75,10 @@ def fake_policy() -> CachedPolicy:
   return CachedPolicy(init_cache, extend, step, lambda params: jnp.eye(VOCAB))
 
 
+POLICY = fake_policy()
+"""One object, so that compiled programs are shared between tests."""
+
+
 class Echo:
   """Ends after `turns` actions with reward `reward`; observations grow with the turn."""
 

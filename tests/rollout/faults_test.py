@@ -1,0 +1,196 @@
+"""Faults of environments: each fails its own episode, is counted by kind and logged once, and its slot goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from sao_jax.rollout import Engine
+from sao_jax.types import Step
+from tests.rollout.engine_test import PARAMS, config, fixed, requests
+from tests.rollout.fakes import POLICY, CharTokenizer, Echo, make_params
+
+EAGER = make_params(0, stop_bias=50.0)
+"""Writes nothing but the stop token: every action reaches its environment."""
+
+
+def eager(_chunk: int):
+  return EAGER, 0
+
+
+class Odd(Echo):
+  """Tasks 1, 4, 7, ... misbehave in `step`."""
+
+  answer = staticmethod(lambda: Step())
+
+  def step(self, action):
+    return self.answer() if self.task % 3 == 1 else super().step(action)
+
+
+def raises(error):
+  def answer():
+    raise error
+
+  return answer
+
+
+FAULTS = {
+  "raises": (raises(RuntimeError("tool died")), "step_error"),
+  "exits": (raises(SystemExit(3)), "step_error"),
+  "none": (lambda: None, "bad_step"),
+  "nan": (lambda: Step(reward=float("nan")), "bad_reward"),
+  "inf": (lambda: Step(reward=np.float32("inf")), "bad_reward"),
+  "text_reward": (lambda: Step(reward="1"), "bad_reward"),
+  "huge_reward": (lambda: Step(reward=1e300, done=True), "bad_trajectory"),
+  "endless_int": (lambda: Step(reward=10**400), "step_error"),
+  "bytes": (lambda: Step(observation=b"\xff\xfe"), "bad_observation"),
+  "flood": (lambda: Step(observation="c" * 2_000_000), "observation_too_long"),
+  "no_info": (lambda: Step(info=None), "step_error"),
+}
+
+
+def build(make_env, **changes) -> Engine:
+  return Engine(model=POLICY, make_env=make_env, tokenizer=CharTokenizer(), config=config(**changes), seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("env_workers", [0, 3])
+def test_a_fault_fails_its_episode_alone(fault, env_workers, caplog):
+  answer, kind = FAULTS[fault]
+  made = []
+
+  class Env(Odd):
+    def __init__(self):
+      super().__init__(2)
+      made.append(self)
+
+  Env.answer = staticmethod(answer)
+  failed = []
+  with caplog.at_level(logging.WARNING), build(Env, env_workers=env_workers) as engine:
+    done = list(engine.generate(eager, requests(15), on_failure=failed.append))
+    counters = engine.counters
+  assert sorted(x.episode_id for x in done) == [i for i in range(15) if i % 3 != 1]
+  assert all(x.ended == "terminal" and x.total_reward == 2.0 for x in done)
+  assert sorted(x.episode_id for x in failed) == [1, 4, 7, 10, 13]
+  assert counters["failed_by_kind"] == {kind: 5} and counters["failed_episodes"] == 5
+  assert counters["episodes_started"] == 15 and counters["episodes_finished"] == 10
+  assert len([x for x in caplog.records if kind in x.getMessage()]) == 1
+  # Every environment, those of failed episodes included, was closed exactly once.
+  assert [x.closed for x in made] == [1] * len(made)
+  if kind != "bad_trajectory":  # found out after the environment had gone on
+    assert len(made) >= 6
+
+
+def test_faults_of_reset_and_of_the_factory():
+  calls = [0]
+
+  class BadReset(Echo):
+    def reset(self, task_index):
+      if task_index == 2:
+        raise OSError("no such task")
+      usual = super().reset(task_index)
+      return {3: "", 4: "c" * 48, 5: b"cd", 6: "cdé", 7: "c" * 47}.get(task_index, usual)
+
+  def make():
+    calls[0] += 1
+    if calls[0] == 1:
+      raise MemoryError("no process left")
+    return BadReset(1)
+
+  with build(make) as engine:
+    done = list(engine.generate(eager, requests(8)))
+    counters = engine.counters
+  assert [x.episode_id for x in done] == [1, 7]
+  assert counters["failed_by_kind"] == {
+    "reset_error": 2, "empty_prompt": 1, "prompt_too_long": 1, "bad_prompt": 1, "bad_tokens": 1
+  }
+
+
+def test_an_over_long_prompt_is_refused_before_sampling_and_says_the_lengths(caplog):
+  class Long(Echo):
+    def reset(self, task_index):
+      return "c" * 50
+
+  with caplog.at_level(logging.WARNING), build(Long) as engine:
+    assert list(engine.generate(fixed, requests(2))) == []
+    assert engine.counters["tokens_generated"] == engine.counters["prefill_tokens"] == 0
+  assert "50 tokens" in caplog.text and "max_len = 48" in caplog.text
+
+
+def test_a_hanging_environment_is_given_up_and_replaced():
+  release = threading.Event()
+  made = []
+
+  class Hangs(Echo):
+    def __init__(self):
+      super().__init__(2)
+      made.append(self)
+
+    def step(self, action):
+      if self.task in (1, 2, 3):
+        release.wait(60)
+      return super().step(action)
+
+  # Three of them hang, on two threads: given-up threads are replaced, or nothing would go on.
+  began = time.monotonic()
+  with build(Hangs, env_workers=2, env_timeout_s=0.3) as engine:
+    done = list(engine.generate(eager, requests(12)))
+    assert engine.counters["failed_by_kind"] == {"timeout": 3}
+  assert time.monotonic() - began < 30
+  assert sorted(x.episode_id for x in done) == [0, *range(4, 12)]
+  release.set()
+  deadline = time.monotonic() + 10
+  while sum(x.closed for x in made) < len(made) and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert [x.closed for x in made] == [1] * len(made)
+
+
+def test_an_abandoned_call_leaves_no_trace_in_the_next():
+  class Slow(Echo):
+    def step(self, action):
+      time.sleep(0.05)
+      return super().step(action)
+
+  with build(lambda: Slow(2), env_workers=4) as engine:
+    iterator = engine.generate(eager, requests(8))
+    next(iterator)
+    iterator.close()
+    done = list(engine.generate(eager, requests(6, first=100)))
+  assert sorted(x.episode_id for x in done) == list(range(100, 106))
+  assert all(x.total_reward == 2.0 for x in done)
+
+
+def test_a_tokenizer_that_fails():
+  class Refuses(CharTokenizer):
+    def decode(self, ids):
+      raise UnicodeDecodeError("utf-8", b"", 0, 1, "no")
+
+  for weights in (eager, lambda _: (make_params(0, stop_bias=-99.0), 0)):  # an action that ends, one that is cut
+    engine = Engine(model=POLICY, make_env=Echo, tokenizer=Refuses(), config=config())
+    with engine:
+      assert list(engine.generate(weights, requests(3))) == []
+      assert engine.counters["failed_episodes"] == 3
+
+
+def test_not_finite_logits_fail_the_episode():
+  broken = {**PARAMS[0], "table": PARAMS[0]["table"] * np.nan}
+  with build(Echo) as engine:
+    assert list(engine.generate(lambda _: (broken, 0), requests(3))) == []
+    assert engine.counters["failed_by_kind"] == {"bad_trajectory": 3}
+
+
+def test_too_many_failures_stop_the_engine():
+  class Dead(Echo):
+    def reset(self, task_index):
+      raise ConnectionError("tool server is down")
+
+  with build(Dead) as engine, pytest.raises(RuntimeError, match=r"max_failed_share.*tool server is down"):
+    list(engine.generate(fixed, requests(200)))
+  with build(Dead, max_failed_share=1.0) as engine:
+    assert list(engine.generate(fixed, requests(200))) == []
+    assert engine.counters["failed_episodes"] == 200
