@@ -11,12 +11,25 @@ Every token passes exactly its `num_experts_per_tok` experts, whatever the imbal
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from sao_jax.models.config import ModelConfig
+from sao_jax.models.config import MOE_IMPLEMENTATIONS, ModelConfig
 from sao_jax.models.layers import MLP, linear_init, residual_scale
+
+
+class ExpertKernels(NamedTuple):
+  """Weights of E experts of width F."""
+
+  gate: jax.Array
+  """`[E, D, F]`."""
+  up: jax.Array
+  """`[E, D, F]`."""
+  down: jax.Array
+  """`[E, F, D]`."""
 
 
 def route(logits: jax.Array, correction_bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -47,48 +60,166 @@ def _keep_best_groups(choice: jax.Array, config: ModelConfig) -> jax.Array:
   group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
   _, best = jax.lax.top_k(group_scores, config.topk_group)
   kept = jnp.any(jax.nn.one_hot(best, config.n_group, dtype=jnp.bool_), axis=1)
-  return jnp.where(kept[..., None], grouped, 0.0).reshape(choice.shape)
+  return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
-def _dense(x: jax.Array, weights: jax.Array, experts: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-  num_experts = gate.shape[0]
+class _Layout(NamedTuple):
+  """Where each (token, choice) pair lies when pairs are sorted by expert; N tokens, k choices, M rows in all."""
+
+  source: jax.Array
+  """`[M]` int32: the pair (token * k + choice) in each row; N * k where the row is padding."""
+  row_of: jax.Array
+  """`[N, k]` int32: the row of each pair."""
+
+
+@jax.custom_vjp
+def _dispatch(x: jax.Array, layout: _Layout) -> jax.Array:
+  """`[N, D]` -> `[M, D]`: each row's token, 0 in padding. The gradient is a gather, too, rather than a scatter."""
+  return x.at[layout.source // layout.row_of.shape[1]].get(mode="fill", fill_value=0)
+
+
+def _dispatch_forward(x: jax.Array, layout: _Layout) -> tuple[jax.Array, _Layout]:
+  return _dispatch(x, layout), layout
+
+
+def _dispatch_backward(layout: _Layout, grad: jax.Array) -> tuple[jax.Array, None]:
+  return jnp.sum(grad[layout.row_of], axis=1, dtype=jnp.float32).astype(grad.dtype), None
+
+
+_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@jax.custom_vjp
+def _combine(y: jax.Array, weights: jax.Array, layout: _Layout) -> jax.Array:
+  """`[M, D]`, `[N, k]` -> `[N, D]`: the weighted sum of each token's rows, in float32."""
+  return jnp.einsum("nkd,nk->nd", y[layout.row_of].astype(jnp.float32), weights).astype(y.dtype)
+
+
+_CombineResidual = tuple[jax.Array, jax.Array, _Layout]
+
+
+def _combine_forward(y: jax.Array, weights: jax.Array, layout: _Layout) -> tuple[jax.Array, _CombineResidual]:
+  return _combine(y, weights, layout), (y, weights, layout)
+
+
+def _combine_backward(residual: _CombineResidual, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+  y, weights, layout = residual
+  row_weight = weights.reshape(-1).at[layout.source].get(mode="fill", fill_value=0)
+  grad_y = _dispatch(grad.astype(jnp.float32), layout) * row_weight[:, None]
+  grad_weights = jnp.einsum("nkd,nd->nk", y[layout.row_of].astype(jnp.float32), grad.astype(jnp.float32))
+  return grad_y.astype(y.dtype), grad_weights, None
+
+
+_combine.defvjp(_combine_forward, _combine_backward)
+
+
+@jax.custom_vjp
+def _weights_of(kernel: jax.Array, experts: jax.Array) -> jax.Array:
+  """`[E, ...]`, `[b]` -> `[b, ...]`. The gradient is one small matmul rather than b scattered additions."""
+  return kernel[experts]
+
+
+def _weights_of_forward(kernel: jax.Array, experts: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
+  return kernel[experts], (experts, kernel.shape[0])
+
+
+def _weights_of_backward(residual: tuple[jax.Array, int], grad: jax.Array) -> tuple[jax.Array, None]:
+  experts, num_experts = residual
+  chosen = jax.nn.one_hot(experts, num_experts, dtype=grad.dtype)
+  return jnp.tensordot(chosen, grad, axes=(0, 0)), None
+
+
+_weights_of.defvjp(_weights_of_forward, _weights_of_backward)
+
+
+def _dense(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels) -> jax.Array:
+  """All experts as one wide SwiGLU whose hidden units are weighted by the routing (0 where not chosen)."""
+  num_experts, dim, width = kernels.gate.shape
   chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
-  combine = jnp.einsum("nk,nke->en", weights, chosen)
-  hidden = jax.nn.silu(jnp.einsum("nd,edf->enf", x, gate)) * jnp.einsum("nd,edf->enf", x, up)
-  return jnp.einsum("enf,efd->nd", hidden * combine[..., None].astype(x.dtype), down)
+  combine = jnp.einsum("nk,nke->ne", weights, chosen).astype(x.dtype)
+  gate, up = (w.swapaxes(0, 1).reshape(dim, num_experts * width) for w in (kernels.gate, kernels.up))
+  hidden = (jax.nn.silu(x @ gate) * (x @ up)).reshape(-1, num_experts, width) * combine[..., None]
+  return hidden.reshape(-1, num_experts * width) @ kernels.down.reshape(num_experts * width, dim)
 
 
-def _ragged(x: jax.Array, weights: jax.Array, experts: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-  top_k, num_experts = experts.shape[-1], gate.shape[0]
+def _sorted_by_expert(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Order of the flattened pairs, their experts in that order, and the number of pairs per expert `[E]`."""
   flat = experts.reshape(-1)
-  order = jnp.argsort(flat, stable=True)
-  sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
-  rows = x[order // top_k]
-  hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-  out = jax.lax.ragged_dot(hidden, down, sizes).astype(jnp.float32) * weights.reshape(-1)[order][:, None]
-  return jnp.zeros(x.shape, jnp.float32).at[order // top_k].add(out).astype(x.dtype)
+  order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+  sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+  return order, flat[order], sizes
+
+
+def _ragged(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels) -> jax.Array:
+  order, _, sizes = _sorted_by_expert(experts, kernels.gate.shape[0])
+  row_of = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+  layout = _Layout(order, row_of.reshape(experts.shape))
+  rows = _dispatch(x, layout)
+  hidden = jax.nn.silu(jax.lax.ragged_dot(rows, kernels.gate, sizes)) * jax.lax.ragged_dot(rows, kernels.up, sizes)
+  return _combine(jax.lax.ragged_dot(hidden, kernels.down, sizes), weights, layout)
+
+
+def _blocks(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels, *, block: int) -> jax.Array:
+  """Rows sorted by expert, each expert's run padded to whole blocks; a batched matmul with one expert per block."""
+  num_experts = kernels.gate.shape[0]
+  pairs = experts.size
+  order, sorted_experts, sizes = _sorted_by_expert(experts, num_experts)
+  blocks_of = -(-sizes // block)
+  ends = jnp.cumsum(blocks_of)
+  num_blocks = pairs // block + num_experts  # static, and enough for any split: each expert wastes less than a block
+  block_expert = jnp.minimum(jnp.sum(jnp.arange(num_blocks)[:, None] >= ends, axis=1), num_experts - 1)
+  first_pair, first_row = jnp.cumsum(sizes) - sizes, (ends - blocks_of) * block
+  rows = (first_row - first_pair)[sorted_experts] + jnp.arange(pairs, dtype=jnp.int32)
+  source = jnp.full((num_blocks * block,), pairs, jnp.int32).at[rows].set(order, unique_indices=True)
+  row_of = jnp.zeros((pairs,), jnp.int32).at[order].set(rows, unique_indices=True)
+  layout = _Layout(source, row_of.reshape(experts.shape))
+  blocked = _dispatch(x, layout).reshape(num_blocks, block, -1)
+  gate, up, down = (_weights_of(kernel, block_expert) for kernel in kernels)
+  out = (jax.nn.silu(blocked @ gate) * (blocked @ up)) @ down
+  return _combine(out.reshape(num_blocks * block, -1), weights, layout)
+
+
+def _block_size(pairs: int, num_experts: int) -> int:
+  """Largest block whose padding (at most one block per expert) stays below half of the real rows."""
+  return next((block for block in (128, 64, 32, 16) if 2 * num_experts * block <= pairs), 8)
+
+
+def _on_cpu(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels) -> jax.Array:
+  num_experts = kernels.gate.shape[0]
+  block = _block_size(experts.size, num_experts)
+  # Rows multiplied either way; sorting and gathering weights costs about half as much again as the matmuls.
+  if x.shape[0] * num_experts <= 1.6 * (experts.size + num_experts * block):
+    return _dense(x, weights, experts, kernels)
+  return _blocks(x, weights, experts, kernels, block=block)
 
 
 def expert_mlp(
-  x: jax.Array, weights: jax.Array, experts: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, *, impl: str
+  x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels, *, impl: str = "auto"
 ) -> jax.Array:
   """Weighted sum of the chosen experts' SwiGLUs: `y[n] = sum_j weights[n, j] * swiglu(experts[n, j])(x[n])`.
 
   Args:
     x: `[N, D]`.
     weights: `[N, k]` float32.
-    experts: `[N, k]` int32.
-    gate: `[E, D, F]`.
-    up: `[E, D, F]`.
-    down: `[E, F, D]`.
+    experts: `[N, k]` int32; the k experts of a token differ.
+    kernels: of all E experts, in x's dtype.
     impl: one of `config.MOE_IMPLEMENTATIONS`.
 
   Returns:
     `[N, D]` in x's dtype.
+
+  Raises:
+    ValueError: unknown `impl`.
   """
+  if impl == "auto":
+    return jax.lax.platform_dependent(x, weights, experts, kernels, cpu=_on_cpu, default=_ragged)
   if impl == "ragged":
-    return _ragged(x, weights, experts, gate, up, down)
-  return _dense(x, weights, experts, gate, up, down)
+    return _ragged(x, weights, experts, kernels)
+  if impl == "blocks":
+    return _blocks(x, weights, experts, kernels, block=_block_size(experts.size, kernels.gate.shape[0]))
+  if impl == "dense":
+    return _dense(x, weights, experts, kernels)
+  raise ValueError(f"impl must be one of {MOE_IMPLEMENTATIONS}; received {impl!r}.")
 
 
 class MoE(nn.Module):
@@ -104,10 +235,12 @@ class MoE(nn.Module):
     param_dtype, dtype = jnp.dtype(config.param_dtype), config.compute_dtype
     wide = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
     narrow = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
-    gate = self.param("gate_proj", linear_init(), wide, param_dtype).astype(dtype)
-    up = self.param("up_proj", linear_init(), wide, param_dtype).astype(dtype)
-    down = self.param("down_proj", linear_init(residual_scale(config)), narrow, param_dtype).astype(dtype)
-    y = expert_mlp(flat, weights, experts, gate, up, down, impl=config.moe_impl).reshape(x.shape)
+    kernels = ExpertKernels(
+      gate=self.param("gate_proj", linear_init(), wide, param_dtype).astype(dtype),
+      up=self.param("up_proj", linear_init(), wide, param_dtype).astype(dtype),
+      down=self.param("down_proj", linear_init(residual_scale(config)), narrow, param_dtype).astype(dtype),
+    )
+    y = expert_mlp(flat, weights, experts, kernels, impl=config.moe_impl).reshape(x.shape)
     if config.num_shared_experts:
       y = y + MLP(config, config.num_shared_experts * config.moe_intermediate_size, name="shared_experts")(x)
     return y
