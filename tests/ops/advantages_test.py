@@ -1,0 +1,290 @@
+"""sao_jax.ops.advantages: both scans against one oracle (PITFALLS 7, 11-16, 18, 23, 27)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sao_jax.ops import _recurrences, advantages
+from tests.ops import oracles
+
+T = 12
+IMPLEMENTATIONS = ["sequential", "associative"]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request, monkeypatch):
+  """Runs a test with the scan of the CPU and with that of accelerators."""
+  if request.param == "associative":
+    monkeypatch.setattr(_recurrences, "gae", jax.jit(_recurrences.gae_associative))  # op by op it compiles dozens of slices
+    monkeypatch.setattr(_recurrences, "fill", jax.jit(_recurrences.fill_associative, static_argnames="reverse"))
+  return request.param
+
+
+def packed_row(rng: np.random.Generator, length: int, segments: int):
+  """Random rewards, values, mask and segment ids (ascending from 1, padding at the end); NaN wherever nothing may be read."""
+  cuts = np.sort(rng.choice(np.arange(1, length), size=segments, replace=False))
+  ids = np.concatenate([np.full(n, i + 1) for i, n in enumerate(np.diff([0, *cuts, length]))])
+  ids[ids == segments + 1] = 0
+  mask = (rng.random(length) < 0.6) & (ids != 0)
+  r, v = (np.where(mask, rng.normal(size=length), np.nan).astype(np.float32) for _ in range(2))
+  return r, v, mask, ids.astype(np.int32)
+
+
+@given(seed=st.integers(0, 2**32 - 1), packed=st.booleans(), vector=st.booleans(), kind=st.sampled_from("ztn"))
+@pytest.mark.parametrize("scan", IMPLEMENTATIONS)
+def test_gae_and_returns_are_the_definition(scan, seed, packed, vector, kind):
+  rng = np.random.default_rng(seed)
+  r, v, mask, ids = packed_row(rng, T, 3)
+  ids = ids if packed else None
+  discount, lambda_ = rng.random(2).astype(np.float32)
+  if vector:
+    discount, lambda_ = (np.where(mask, rng.random(T), np.nan).astype(np.float32) for _ in range(2))
+  per_segment = rng.normal(size=4).astype(np.float32)  # entry 0 belongs to padding
+  last = np.zeros(T)
+  if kind == "z":
+    bootstrap = seen = 0.0
+  elif kind == "t" or not packed:
+    bootstrap = np.full(T, np.nan, np.float32)
+    for chain in oracles.action_chains(mask, ids):
+      bootstrap[chain[-1]] = last[chain[-1]] = rng.normal()
+    seen = last
+  else:
+    bootstrap, seen = per_segment, per_segment[ids]
+  both = _both(scan)
+  gae, returns = both(r, v, mask, discount, lambda_, bootstrap, ids)
+  expected = oracles.gae(r, v, mask, discount=discount, lambda_=lambda_, bootstrap=seen, segment_ids=ids)
+  np.testing.assert_allclose(gae, expected, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(returns, np.where(mask, expected + np.nan_to_num(v), 0), rtol=1e-4, atol=1e-5)
+  assert gae.dtype == returns.dtype == jnp.float32
+
+
+_COMPILED: dict = {}
+
+
+def _both(scan):
+  """One jitted function per scan, so that hypothesis compiles each argument structure once."""
+
+  def run(r, v, mask, discount, lambda_, bootstrap, ids):
+    keywords = {"discount": discount, "lambda_": lambda_, "bootstrap_value": bootstrap, "segment_ids": ids}
+    with pytest.MonkeyPatch.context() as patch:
+      if scan == "associative":
+        patch.setattr(_recurrences, "gae", _recurrences.gae_associative)
+        patch.setattr(_recurrences, "fill", _recurrences.fill_associative)
+      adv = advantages.skip_observation_gae(r, v, mask, **keywords)
+      return adv, advantages.skip_observation_returns(r, v, mask, **keywords)
+
+  return _COMPILED.setdefault(scan, jax.jit(run))
+
+
+@pytest.mark.parametrize(
+  ("r", "v", "mask", "keywords", "expected"),
+  [
+    ([0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], {"discount": 1.0, "lambda_": 0.5}, [0.5, 0, 1, 0]),  # row 11
+    ([0, 0, 1], [0.2, 999, 0.4], [1, 0, 1], {"discount": 1.0, "lambda_": 1.0}, [0.8, 0, 0.6]),  # row 12
+    ([2], [1], [1], {"discount": 0.5, "lambda_": 0.9, "bootstrap_value": 5.0}, [3.5]),  # row 16
+    ([2], [1], [1], {"discount": 0.5, "lambda_": 0.9}, [1.0]),
+    ([2, 9, 9], [1, 9, 9], [1, 0, 0], {"discount": 0.5, "lambda_": 0.9, "bootstrap_value": 5.0}, [3.5, 0, 0]),
+    ([0, 1], [0.5, 0.5], [1, 1], {"discount": 1.0, "lambda_": 0.0}, [0.0, 0.5]),  # row 15: A = 0 is an action's
+  ],
+)
+def test_pitfalls(implementation, r, v, mask, keywords, expected):
+  adv = advantages.skip_observation_gae(jnp.array(r), jnp.array(v), jnp.array(mask, bool), **keywords)
+  np.testing.assert_allclose(adv, expected, atol=1e-6)
+
+
+def test_pitfalls_12_and_13_returns(implementation):
+  f = partial(advantages.skip_observation_returns, discount=1.0, lambda_=1.0)
+  np.testing.assert_allclose(f(jnp.array([0, 0, 1]), jnp.array([0.2, 999, 0.4]), jnp.array([1, 0, 1])), [1, 0, 1])
+  np.testing.assert_allclose(f(jnp.array([0, 1]), jnp.array([0.5, 0.5]), jnp.array([1, 1])), [1, 1])
+
+
+def test_per_token_wins_where_a_bootstrap_fits_both_and_padding_is_no_action(implementation):
+  ids = jnp.array([1, 1, 2, 0])
+  bootstrap = jnp.array([1.0, 2.0, 3.0, 4.0])
+  f = partial(advantages.skip_observation_gae, jnp.zeros(4), jnp.zeros(4), discount=1.0, lambda_=0.0, segment_ids=ids)
+  np.testing.assert_allclose(f(jnp.ones(4, bool), bootstrap_value=bootstrap), [0, 2, 3, 0])
+  np.testing.assert_allclose(f(jnp.ones(4, bool), bootstrap_value=jnp.array([9.0, 1.0, 2.0])), [0, 1, 2, 0])
+
+
+def test_a_broken_value_stays_in_its_segment(implementation):
+  ids = jnp.array([1, 1, 2, 2])
+  v = jnp.array([0.0, 0.0, jnp.nan, jnp.inf])
+  adv = advantages.skip_observation_gae(jnp.ones(4), v, jnp.ones(4, bool), discount=1.0, lambda_=0.9, segment_ids=ids)
+  np.testing.assert_allclose(adv[:2], [1.9, 1.0], rtol=1e-6)
+  assert not np.isfinite(adv[2:]).any()
+
+
+def test_nothing_masked_in_and_gradients_are_finite(implementation):
+  bad = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1.0])
+
+  def total(r, v, mask):
+    return advantages.skip_observation_gae(r, v, mask, discount=0.9, lambda_=0.8, segment_ids=jnp.array([1, 1, 2, 2])).sum()
+
+  for mask, expected in ((jnp.zeros(4, bool), np.zeros(4)), (jnp.array([0, 0, 0, 1]), [0, 0, 0, 1.0])):
+    value, (g_r, g_v) = jax.value_and_grad(total, argnums=(0, 1))(bad, bad, mask)
+    assert np.isfinite(value)
+    np.testing.assert_allclose(g_r, expected)
+    np.testing.assert_allclose(g_v, -np.array(expected))
+
+
+def test_gradients_are_the_recursions(implementation):
+  rng = np.random.default_rng(3)
+  r, v, mask, ids = packed_row(rng, T, 2)
+  weight = rng.normal(size=T)
+  keywords = {"discount": 0.9, "lambda_": 0.7, "segment_ids": ids}
+  g_r, g_v = jax.grad(
+    lambda a, b: (weight * advantages.skip_observation_gae(a, b, mask, **keywords)).sum(), argnums=(0, 1)
+  )(r, v)
+  r0, v0 = np.nan_to_num(r).astype(float), np.nan_to_num(v).astype(float)
+  unit = np.eye(T)
+  for t in range(T):  # linear: differences are exact
+    base = weight @ oracles.gae(r0, v0, mask, **keywords)
+    np.testing.assert_allclose(g_r[t], weight @ oracles.gae(r0 + unit[t], v0, mask, **keywords) - base, atol=1e-5)
+    np.testing.assert_allclose(g_v[t], weight @ oracles.gae(r0, v0 + unit[t], mask, **keywords) - base, atol=1e-5)
+
+
+@pytest.mark.parametrize("scan", IMPLEMENTATIONS)
+def test_65536_tokens(scan):
+  rng = np.random.default_rng(0)
+  length = 65_536
+  r, v, mask, ids = packed_row(rng, length, 40)
+  lengths = np.bincount(ids[mask], minlength=41)
+  lambda_ = np.asarray(advantages.length_adaptive_lambda(lengths))[ids]
+  bootstrap = rng.normal(size=41).astype(np.float32)
+  adv, returns = _both(scan)(r, v, mask, 1.0, lambda_, bootstrap, ids)
+  expected = oracles.gae(r, v, mask, discount=1.0, lambda_=lambda_, bootstrap=bootstrap[ids], segment_ids=ids)
+  np.testing.assert_allclose(adv, expected, rtol=1e-4, atol=2e-3)
+  np.testing.assert_allclose(returns, np.where(mask, expected + np.nan_to_num(v), 0), rtol=1e-4, atol=2e-3)
+
+
+def test_cpu_programs_hold_the_sequential_scan_alone():
+  x = jnp.zeros(64)
+  f = jax.jit(lambda r: advantages.skip_observation_gae(r, x, jnp.ones(64, bool), discount=1.0, lambda_=0.5))
+  text = f.lower(x).compile().as_text()
+  assert text.count(" while(") == 1
+  assert "conditional(" not in text
+  exported = jax.export.export(f, platforms=("cuda",))(x).mlir_module()
+  assert "stablehlo.while" not in exported
+
+
+def test_vmap_gives_each_row_its_own_mask_lambda_and_segments(implementation):
+  rng = np.random.default_rng(1)
+  rows = [packed_row(rng, T, n) for n in (1, 3)]
+  r, v, mask, ids = (np.stack(x) for x in zip(*rows, strict=True))
+  lambda_ = np.array([0.2, 0.9], np.float32)
+  f = lambda r, v, m, s, l: advantages.skip_observation_gae(r, v, m, discount=0.9, lambda_=l, segment_ids=s)  # noqa: E731
+  out = jax.vmap(f)(r, v, mask, ids, lambda_)
+  for i in range(2):
+    expected = oracles.gae(r[i], v[i], mask[i], discount=0.9, lambda_=lambda_[i], segment_ids=ids[i])
+    np.testing.assert_allclose(out[i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_integer_rewards_and_half_precision_values():
+  adv = advantages.skip_observation_gae(
+    jnp.array([0, 1]), jnp.array([0.5, 0.5], jnp.bfloat16), jnp.array([1, 1]), discount=1, lambda_=1
+  )
+  assert adv.dtype == jnp.float32
+  np.testing.assert_allclose(adv, [0.5, 0.5])
+
+
+@given(seed=st.integers(0, 2**32 - 1), packed=st.booleans(), turns=st.booleans(), step_value=st.sampled_from(["mean", "last"]))
+def test_step_level_gae_is_the_definition(seed, packed, turns, step_value):
+  rng = np.random.default_rng(seed)
+  r, v, mask, ids = packed_row(rng, T, 2)
+  turn_ids = np.where(mask, np.cumsum(rng.random(T) < 0.5) + 1, 0) if turns else None
+  ids = ids if packed else None
+  discount, lambda_ = (np.where(mask, rng.random(T), np.nan).astype(np.float32) for _ in range(2))
+  bootstrap = np.full(T, np.nan, np.float32)
+  for chain in oracles.action_chains(mask, ids):
+    bootstrap[chain[-1]] = rng.normal()
+  actual = _STEP(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value)
+  expected = oracles.step_gae(
+    r, v, mask, discount=discount, lambda_=lambda_, step_value=step_value, bootstrap=bootstrap, segment_ids=ids,
+    turn_ids=turn_ids,
+  )
+  np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@partial(jax.jit, static_argnums=8)
+def _STEP(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value):  # noqa: N802
+  return advantages.step_level_gae(
+    r, v, mask, discount=discount, lambda_=lambda_, step_value=step_value, bootstrap_value=bootstrap, segment_ids=ids,
+    turn_ids_t=turn_ids,
+  )
+
+
+def test_touching_turns_are_two_steps_only_if_turn_ids_say_so():
+  r, v, mask = jnp.array([1.0, 0, 1, 1]), jnp.zeros(4), jnp.ones(4, bool)
+  f = partial(advantages.step_level_gae, r, v, mask, discount=0.5, lambda_=1.0, step_value="last")
+  np.testing.assert_allclose(f(), [3, 3, 3, 3])
+  np.testing.assert_allclose(f(turn_ids_t=jnp.array([1, 1, 2, 2])), [2, 2, 2, 2])
+  np.testing.assert_allclose(f(turn_ids_t=jnp.array([1, 2, 2, 2])), [2, 2, 2, 2])
+  assert not np.asarray(advantages.step_level_gae(
+    r * jnp.nan, r * jnp.nan, jnp.zeros(4, bool), discount=1.0, lambda_=1.0, step_value="mean")).any()
+
+
+def test_length_adaptive_lambda():
+  np.testing.assert_allclose(advantages.length_adaptive_lambda(np.array([4, 1, 100, 0])), [5 / 6, 1 / 3, 149 / 150, 0], rtol=1e-6)
+  assert float(advantages.length_adaptive_lambda(1, alpha=0.5)) == 0.0
+  assert advantages.length_adaptive_lambda(jnp.int32(4)).dtype == jnp.float32
+  with pytest.raises(ValueError, match="alpha"):
+    advantages.length_adaptive_lambda(4, alpha=0.0)
+  with pytest.raises(ValueError, match="num_actions"):
+    advantages.length_adaptive_lambda(-1)
+
+
+@given(
+  st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=16)), min_size=10, max_size=10),
+  st.booleans(),
+)
+def test_group_relative_advantages_are_the_definition(pairs, normalize_std):
+  ids, rewards = (np.array(x) for x in zip(*pairs, strict=True))
+  actual = _GROUP(rewards, ids, normalize_std)
+  np.testing.assert_allclose(actual, oracles.group_advantages(rewards, ids, normalize_std=normalize_std), rtol=2e-3, atol=2e-4)
+
+
+_GROUP = jax.jit(
+  lambda r, ids, std: advantages.group_relative_advantages(r, ids, num_groups=4, normalize_std=std), static_argnums=2
+)
+
+
+def test_groups_of_equal_rewards_have_no_advantage_at_all():
+  adv = advantages.group_relative_advantages(jnp.full(7, 0.1), jnp.array([0, 0, 0, 0, 0, 0, 1]), num_groups=3)
+  np.testing.assert_array_equal(adv, np.zeros(7))
+  assert np.isnan(advantages.group_relative_advantages(jnp.ones(2), jnp.array([0, 3]), num_groups=3)[1])
+
+
+def test_bad_input():
+  z, m = jnp.zeros(3), jnp.ones(3, bool)
+  gae = partial(advantages.skip_observation_gae, discount=1.0, lambda_=1.0)
+  with pytest.raises(ValueError, match=r"one stream \[T\] \(use jax.vmap"):
+    gae(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3), bool))
+  with pytest.raises(ValueError, match=r"v_t \(4,\)"):
+    gae(z, jnp.zeros(4), m)
+  with pytest.raises(TypeError, match="action_mask_t must be a bool mask"):
+    gae(z, z, z)
+  with pytest.raises(ValueError, match=r"discount must be in \[0, 1\]; received 1.5"):
+    advantages.skip_observation_gae(z, z, m, discount=1.5, lambda_=1.0)
+  with pytest.raises(ValueError, match=r"lambda_ must be a scalar or broadcast with \[T\]"):
+    advantages.skip_observation_gae(z, z, m, discount=1.0, lambda_=jnp.ones(2))
+  with pytest.raises(ValueError, match="segment_ids must be"):
+    gae(z, z, m, segment_ids=jnp.ones(2, int))
+  with pytest.raises(TypeError, match="segment_ids must be integers"):
+    gae(z, z, m, segment_ids=z)
+  with pytest.raises(ValueError, match="indexed by segment id.*ids up to 2 need at least 3 entries"):
+    gae(z, z, m, segment_ids=jnp.array([1, 2, 2]), bootstrap_value=jnp.ones(2))
+  with pytest.raises(ValueError, match="no segment_ids"):
+    gae(z, z, m, bootstrap_value=jnp.ones(2))
+  with pytest.raises(ValueError, match="step_value must be 'mean' or 'last'; received 'max'"):
+    advantages.step_level_gae(z, z, m, discount=1.0, lambda_=1.0, step_value="max")
+  with pytest.raises(ValueError, match="turn_ids_t"):
+    advantages.step_level_gae(z, z, m, discount=1.0, lambda_=1.0, step_value="mean", turn_ids_t=jnp.ones(2, int))
+  with pytest.raises(ValueError, match=r"group_ids must be in \[0, num_groups = 2\)"):
+    advantages.group_relative_advantages(z, np.array([0, 1, 2]), num_groups=2)
