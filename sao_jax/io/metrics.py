@@ -92,7 +92,7 @@ class MetricsWriter:
     row = {"step": step} | {key: _scalar(key, value) for key, value in values.items() if key != "step"}
     self._file.append({key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()})
     for key, value in row.items():
-      if key != "step":
+      if key != "step" and math.isfinite(value):
         self._board.add_scalar(key, value, step)
 
   def close(self) -> None:
