@@ -27,7 +27,7 @@ from sao_jax.types import Trajectory
 SMOOTHING = 9
 """Learner steps in the running mean (odd; fewer in short runs)."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
   "axes.axisbelow": True,
   "axes.edgecolor": "#888888",
   "axes.grid": True,
