@@ -159,9 +159,9 @@ def step_level_gae(
   Raises:
     ValueError: as `skip_observation_gae`, or step_value is neither.
 
-  >>> step_level_gae(jnp.array([0, 0, 0, 1]), jnp.array([.2, .4, 9, .6]), jnp.array([1, 1, 0, 1]),
-  ...   discount=1.0, lambda_=1.0, step_value="last")
-  Array([0.6, 0.6, 0. , 0.4], dtype=float32)
+  >>> r, v, m = jnp.array([0, 0, 0, 1]), jnp.array([0.2, 0.5, 9, 0.75]), jnp.array([1, 1, 0, 1])
+  >>> step_level_gae(r, v, m, discount=1.0, lambda_=1.0, step_value="last").tolist()
+  [0.5, 0.5, 0.0, 0.25]
   """
   if step_value not in ("mean", "last"):
     raise ValueError(f"step_value must be 'mean' or 'last'; received {step_value!r}.")

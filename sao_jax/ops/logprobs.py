@@ -135,14 +135,13 @@ def _forward_chunk(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """`(logp, entropy, logsumexp)` of one chunk."""
   z = _logits(h, w, temperature)
-  largest = jnp.max(z, axis=-1, keepdims=True)
-  shifted = z - largest
-  weights = jnp.exp(shifted)
+  largest = jnp.max(z, axis=-1)
+  weights = jnp.exp(z - largest[..., None])
   total = jnp.sum(weights, axis=-1)
-  log_total = jnp.log(total)
+  logsumexp = largest + jnp.log(total)
   chosen = jnp.take_along_axis(z, ids[..., None], axis=-1)[..., 0]
-  logsumexp = largest[..., 0] + log_total
-  entropy = log_total - jnp.sum(weights * shifted, axis=-1) / total
+  # From z itself, not z - largest: one array of the chunk's size less is alive. H >= 0 but for rounding.
+  entropy = jnp.maximum(logsumexp - jnp.sum(weights * z, axis=-1) / total, 0.0)
   return chosen - logsumexp, entropy, logsumexp
 
 
