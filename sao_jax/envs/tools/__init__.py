@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from sao_jax.envs.tools.python_tool import PythonSession, PythonTool, PythonToolConfig
+from sao_jax.envs.tools.python_tool import PythonSession, PythonTool
+from sao_jax.envs.tools.python_tool_config import PythonToolConfig
 
 __all__ = ["PythonSession", "PythonTool", "PythonToolConfig"]

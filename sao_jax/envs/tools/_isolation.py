@@ -1,0 +1,211 @@
+"""What keeps a session apart from the host: namespaces, users, limits, Landlock, seccomp. Runs in the sandbox.
+
+Isolation is taken step by step, as far as the system allows, and reported to the host in the first message:
+- as root: private mount, network, IPC and UTS namespaces, a root directory of its own (unless bubblewrap made one); for
+  each session a pid and a mount namespace, an empty tmpfs of limited size on /tmp, and a user id of its own;
+- as a normal user: the same through a user namespace, and for each session a nested one, by which its processes are
+  counted;
+- where namespaces are refused: an empty directory per session, Landlock for files, and a seccomp filter that lets a
+  session neither make processes nor signal others (the same where the limit of processes does not bind).
+Everywhere: resource limits, and a seccomp filter (see `_seccomp`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import resource
+import signal
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_PIVOT_ROOT: Mapping[str, int] = {"x86_64": 155, "aarch64": 41}
+_OWN_PID = b"\xf1\xff\xff\x7f"  # stands for the session's process id in the filter of `_seccomp`
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_LANDLOCK_ALL, _LANDLOCK_READ = 0x1FFF, 1 | 4 | 8  # the rights of its first version; execute, read file, read directory
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+  return ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *args: Any) -> int:
+  function: Callable[..., int] = getattr(_libc(), name)
+  result = function(*args)
+  if result < 0:
+    code = ctypes.get_errno()
+    raise OSError(code, f"{name}: {os.strerror(code)}")
+  return result
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+  words = [None if text is None else text.encode() for text in (source, target, kind, data)]
+  call("mount", *words[:3], ctypes.c_ulong(flags), words[3])
+
+
+def enter_namespaces(settings: dict[str, Any]) -> bool:
+  """Moves the zygote into namespaces of its own; False where the system refuses."""
+  flags = NEWNS if settings["inside_bubblewrap"] else NEWNS | NEWNET | NEWIPC | NEWUTS
+  uid, gid = os.geteuid(), os.getegid()
+  try:
+    call("unshare", flags if uid == 0 else flags | NEWUSER | NEWPID)
+  except OSError:
+    return False
+  if uid != 0:
+    for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {uid} 1"), ("gid_map", f"1000 {gid} 1")):
+      with open(f"/proc/self/{name}", "w") as file:
+        file.write(text)
+  mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+  if uid != 0:
+    _continue_in_child(settings["control_fd"])
+  return True
+
+
+def _continue_in_child(control_fd: int) -> None:
+  """Goes on in a child, the first of the new pid namespace: without privileges, returning to it takes owning it."""
+  pid = os.fork()
+  if pid != 0:
+    os.close(control_fd)
+    os.waitpid(pid, 0)
+    os._exit(0)
+
+
+def private_root(settings: dict[str, Any]) -> None:
+  """Makes a root directory that holds the interpreter, system libraries and three devices, and nothing else."""
+  root = settings["scratch"]
+  mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+  os.mkdir(root + "/tmp")
+  os.mkdir(root + "/proc")
+  for source, target in settings["read_only"].items():
+    if os.path.exists(source):
+      target = root + target
+      if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+      else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT))
+      mount(source, target, None, _MS_BIND | _MS_REC)
+      locked = os.statvfs(target).f_flag & (_MS_NOSUID | _MS_NODEV)  # a user namespace must keep these
+      mount("none", target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | locked)
+  os.chdir(root)
+  call("syscall", ctypes.c_long(_PIVOT_ROOT[os.uname().machine]), b".", b".")
+  call("umount2", b".", 2)  # MNT_DETACH
+  os.chdir("/")
+  mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+
+
+def hide_processes() -> None:
+  """Puts an empty directory where processes could be looked at."""
+  mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY, "size=4k,mode=555")
+
+
+def adopt_orphans() -> None:
+  """Makes what a session leaves behind a child of this process, which kills it."""
+  call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def can_filter() -> bool:
+  """Whether the kernel takes seccomp filters: it must look at the missing program before it refuses."""
+  _libc().prctl(_PR_SET_SECCOMP, 2, None, 0, 0)
+  return ctypes.get_errno() == errno.EFAULT
+
+
+def can_restrict_files() -> bool:
+  """Whether Landlock is there: asks for its version."""
+  return int(_libc().syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_long(0), ctypes.c_long(1))) > 0
+
+
+def _install_filter(program: bytes) -> None:
+  code = ctypes.create_string_buffer(program, len(program))
+  call("prctl", _PR_SET_SECCOMP, 2, struct.pack("@HP", len(program) // 8, ctypes.addressof(code)), 0, 0)
+
+
+def _restrict_files(read_only: list[str], directory: str) -> None:
+  """Landlock: reads below `read_only`, all below `directory`, and nothing else, for this process from now on."""
+  rules = call("syscall", ctypes.c_long(_LANDLOCK_CREATE), struct.pack("<Q", _LANDLOCK_ALL), ctypes.c_long(8), 0)
+  for path in [*read_only, directory]:
+    with contextlib.suppress(FileNotFoundError):
+      beneath = os.open(path, os.O_PATH)
+      rights = _LANDLOCK_ALL if path == directory else _LANDLOCK_READ if os.path.isdir(path) else 2 | 4
+      call("syscall", ctypes.c_long(_LANDLOCK_ADD), rules, 1, struct.pack("<Qi", rights, beneath), 0)
+      os.close(beneath)
+  call("syscall", ctypes.c_long(_LANDLOCK_RESTRICT), rules, 0)
+  os.close(rules)
+
+
+def enter_session(settings: dict[str, Any], session: int, report: dict[str, bool]) -> None:
+  """Isolates this process, a fresh child of the zygote, for good. What the zygote could not do is in its report."""
+  directory = "/tmp"
+  if report["namespaces"]:
+    call("unshare", NEWNS)
+    size = settings["scratch_bytes"]
+    mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=1024,mode=1777")
+  else:
+    directory = f"{settings['scratch']}/{session}"
+    os.mkdir(directory, 0o700)
+  become_nobody(session, report["namespaces"], directory)
+  os.chdir(directory)
+  _limit(settings)
+  call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of user, which clears it
+  call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+  if not report["namespaces"] and report["landlock"]:
+    _restrict_files([*settings["read_only"]], directory)
+  if report["seccomp"]:
+    processes = report["namespaces"] and report["processes_counted"]
+    program: bytes = settings["filters"]["processes" if processes else "one_process"]
+    _install_filter(program.replace(_OWN_PID, struct.pack("<I", os.getpid())))
+
+
+def become_nobody(session: int, namespaces: bool, directory: str | None = None) -> None:
+  """Gives up all privileges, such that this session's processes are counted apart from all others."""
+  if os.geteuid() != 0:
+    if namespaces:
+      call("unshare", NEWUSER)  # nothing is mapped in it; processes are counted per user namespace
+      call("capset", struct.pack("<Ii", 0x20080522, 0), bytes(24))
+    return
+  for uid in (2_000_000_000 + session % 1_000_000, 65534):  # the first may not exist in a container
+    try:
+      if directory is not None:
+        os.chown(directory, uid, uid)
+      os.setgroups([])
+      os.setresgid(uid, uid, uid)
+      os.setresuid(uid, uid, uid)
+      return
+    except OSError:
+      continue  # with the next one
+  raise OSError("No user id to run the session as.")
+
+
+def processes_counted(namespaces: bool) -> bool:
+  """Whether the limit of processes binds a session: it does not where its user is the system's root by another name."""
+  pid = os.fork()
+  if pid == 0:
+    status = 1
+    try:
+      become_nobody(0, namespaces)
+      resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+      if os.fork() == 0:
+        os._exit(0)
+    except BlockingIOError:
+      status = 0
+    finally:
+      os._exit(status)
+  return os.waitpid(pid, 0)[1] == 0
+
+
+def _limit(settings: dict[str, Any]) -> None:
+  limits = {
+    resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_FSIZE: settings["scratch_bytes"],
+    resource.RLIMIT_AS: settings["memory_bytes"], resource.RLIMIT_NPROC: settings["max_processes"],
+    resource.RLIMIT_MEMLOCK: 0, resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_CPU: settings["session_cpu_s"],
+  }
+  for kind, value in limits.items():
+    resource.setrlimit(kind, (value, value))

@@ -1,0 +1,332 @@
+"""Hostile programs: each must end as text, within the limits, with nothing left running and others undisturbed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pathlib
+import secrets
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from sao_jax.envs.tools import PythonTool, PythonToolConfig
+from tests.envs.tools import processes
+
+WALL_S = 1.0
+MAX_OUTPUT = 2000
+MARKER = f"hm{secrets.token_hex(4)}"  # fits a process name; every hostile process is made to carry it
+
+PROGRAMS = {
+  "fork bomb": """
+while True:
+  try: os.fork()
+  except OSError: pass
+""",
+  "fork bomb without loops in the parent": """
+def bomb():
+  while True:
+    if os.fork() == 0: continue
+bomb()
+""",
+  "thread bomb": """
+def spin():
+  while True: time.sleep(0.01)
+while True: threading.Thread(target=spin).start()
+""",
+  "threads that never end": """
+for _ in range(3): threading.Thread(target=time.sleep, args=(1000,)).start()
+print('started')
+""",
+  "memory bomb": "x = bytearray(10**11)",
+  "slow memory bomb": "x = []\nwhile True: x.append(bytearray(10**6))",
+  "memory bomb in children": """
+for _ in range(50):
+  try:
+    if os.fork() == 0:
+      x = [bytearray(10**6) for _ in range(10**6)]
+  except OSError: pass
+time.sleep(100)
+""",
+  "infinite output": "while True: print('x' * 1000)",
+  "a gigabyte at once": "print('x' * 10**8)\nfor _ in range(10): sys.stdout.write('y' * 10**8)",
+  "infinite output on the descriptor": "while True: os.write(1, b'z' * 65536)",
+  "infinite loop": "while True: pass",
+  "infinite loop in C": "sum(iter(int, 1))",
+  "sleep": "time.sleep(1000)",
+  "loop that catches everything": """
+while True:
+  try:
+    while True: pass
+  except BaseException: pass
+""",
+  "ignoring signals": """
+for number in range(1, 65):
+  try: signal.signal(number, signal.SIG_IGN)
+  except (OSError, ValueError): pass
+signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+while True: pass
+""",
+  "killing its parent": "os.kill(os.getppid(), signal.SIGKILL)\nprint('alive')",
+  "killing everything": "os.kill(-1, signal.SIGKILL)\nprint('alive')",
+  "killing many": """
+for pid in range(1, 70000):
+  if pid != os.getpid():
+    try: os.kill(pid, signal.SIGKILL)
+    except OSError: pass
+""",
+  "killing its group": "os.killpg(0, signal.SIGKILL)",
+  "killing itself": "os.kill(os.getpid(), signal.SIGKILL)\nsignal.raise_signal(signal.SIGTERM)",
+  "double-forked daemon": f"""
+if os.fork() == 0:
+  os.setsid()
+  if os.fork() == 0:
+    for fd in range(3): os.close(fd)
+    os.execv('/usr/bin/sleep', ['{MARKER}', '1000'])
+  os._exit(0)
+time.sleep(0.2)
+print('left')
+""",
+  "subprocess that stays": f"""
+import subprocess
+subprocess.Popen(['/bin/sh', '-c', 'sleep 1000; : {MARKER}'], start_new_session=True)
+print('left')
+""",
+  "exec": f"os.execv('/usr/bin/sleep', ['{MARKER}', '1000'])",
+  "os._exit": "print('bye'); os._exit(3)",
+  "sys.exit": "sys.exit('bye')",
+  "abort": "os.abort()",
+  "segfault": "import ctypes; ctypes.string_at(0)",
+  "deep recursion": "def f(): return f()\nf()",
+  "deeper recursion": "sys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
+  "deep recursion in C": "sys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**6): x = [x]\nrepr(x)",
+  "deep expression": "eval('(' * 10000 + ')' * 10000)",
+  "huge power": "x = 10 ** 10 ** 10",
+  "huge integer shown": "10 ** 10000",
+  "not UTF-8": "sys.stdout.buffer.write(bytes(range(256)) * 3)\nprint('\\udc80\\ud800')",
+  "surrogates in the code": "print('\ud800')",
+  "NUL in the code": "print('\0')",
+  "input": "input('name? ')",
+  "reading standard input": "sys.stdin.read(); os.read(0, 100)",
+  "closing every descriptor": "os.closerange(0, 65536)\nprint('closed')",
+  "writing to every descriptor": """
+for fd in range(1024):
+  try: os.write(fd, b'\\x00' * 9 + b'.' * 1000)
+  except OSError: pass
+""",
+  "answering by itself": """
+import gc, socket
+for thing in gc.get_objects():
+  if isinstance(thing, socket.socket):
+    thing.sendall(b'12345678.' * 1000)
+""",
+  "swallowing the protocol": """
+for fd in range(3, 1024):
+  try:
+    os.set_blocking(fd, True)
+    while os.read(fd, 1000): pass
+  except OSError: pass
+""",
+  "shrinking and growing the output": "os.ftruncate(201, 0)\nos.ftruncate(201, 10**12)",
+  "printing markers": "print('\\0not started\\n' * 3, '[time limit of 1 s exceeded; variables are lost]')",
+  "replacing builtins": """
+import builtins
+for name in dir(builtins):
+  try: setattr(builtins, name, None)
+  except BaseException as error: pass
+""",
+  "replacing sys.stdout": "sys.stdout = sys.stderr = sys.stdin = None\nsys.modules.clear()",
+  "closing sys.stdout": "sys.stdout.close(); sys.stderr.close()",
+  "replacing what the worker uses": """
+os.getpid = os._exit = os.dup2 = os.ftruncate = os.kill = None
+sys._current_frames = signal.setitimer = lambda *a: {}
+""",
+  "trace function": "sys.settrace(lambda *a: 1 / 0)\nsys.setprofile(lambda *a: 1 / 0)",
+  "exit handlers": "import atexit\natexit.register(lambda: time.sleep(1000))\nsys.exit()",
+  "exception that cannot be shown": """
+class E(BaseException):
+  def __str__(self): raise E
+  __repr__ = __str__
+raise E
+""",
+  "exception that takes for ever to show": """
+class E(BaseException):
+  def __str__(self):
+    while True: pass
+raise E
+""",
+  "value that prints for ever": """
+class V:
+  def __repr__(self):
+    while True: pass
+V()
+""",
+  "alarm": "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.001)\nsignal.signal(signal.SIGALRM, lambda *a: 1 / 0)",
+  "alarm that kills": "signal.alarm(1); signal.setitimer(signal.ITIMER_PROF, 0.01)\nwhile True: pass",
+  "filling the disk with one file": "f = open('a', 'wb')\nwhile True: f.write(b'x' * 10**6)",
+  "filling the disk with many": """
+n = 0
+while True:
+  n += 1
+  with open(f'{n}', 'wb') as f: f.write(b'x' * 10**6)
+""",
+  "using up inodes": "n = 0\nwhile True:\n  n += 1\n  os.mkdir(f'{n}')",
+  "using up descriptors": "x = []\nwhile True: x.append(open('/dev/null'))",
+  "using up pipes": "x = []\nwhile True: x.append(os.pipe())",
+  "anonymous files": "x = []\nwhile True:\n  x.append(os.memfd_create('x')); os.write(x[-1], b'x' * 10**6)",
+  "raising its limits": """
+import resource
+for kind in range(16):
+  try: resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+  except (OSError, ValueError): pass
+x = bytearray(10**10)
+""",
+}
+
+
+@pytest.fixture(scope="module", params=["subprocess", "bubblewrap"])
+def tool(request: pytest.FixtureRequest) -> Iterator[PythonTool]:
+  config = PythonToolConfig(
+    backend=request.param, wall_s=WALL_S, cpu_s=1, memory_mb=256, max_processes=8, scratch_mb=4, pool_size=2,
+    max_output_bytes=MAX_OUTPUT,
+  )
+  try:
+    tool = PythonTool(config)
+  except RuntimeError as error:
+    pytest.skip(f"{request.param}: {error}")
+  with tool:
+    assert tool.isolation["processes_counted"] or tool.isolation["seccomp"], "a fork bomb would take this system down"
+    yield tool
+
+
+def test_each_ends_as_text_within_the_limits(tool: PythonTool) -> None:
+  host_files = len(os.listdir("/proc/self/fd"))
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    faults = [fault for fault in pool.map(lambda name: fault_of(tool, name), PROGRAMS) if fault]
+  assert not faults
+  processes.wait_until(lambda: not left_running(tool))
+  assert abs(len(os.listdir("/proc/self/fd")) - host_files) <= 2
+
+
+def fault_of(tool: PythonTool, name: str) -> str:
+  """Runs one program next to an innocent session; says what went wrong, or nothing."""
+  with tool.session() as bystander, tool.session() as session:
+    bystander.run("x = 1")
+    start = time.monotonic()
+    text = session.run("import os, signal, sys, time\n" + PROGRAMS[name])
+    elapsed = time.monotonic() - start
+    # What it broke was its own interpreter: the call after the one that finds out has a new one.
+    works = session.run("6 * 7") == "42\n" or session.run("6 * 7") == "42\n"
+    undisturbed = bystander.run("x") == "1\n"
+  good = len(text) < MAX_OUTPUT + 200 and elapsed < WALL_S + 2 and works and undisturbed
+  return "" if good else f"{name}: {elapsed:.2f} s, works {works}, undisturbed {undisturbed}, {text!r}"
+
+
+def left_running(tool: PythonTool) -> set[int]:
+  """Processes beyond the zygote (up to four with bubblewrap) and the pool, and any that carries the marker."""
+  extra = processes.descendants(tool.isolation["pid"])
+  most = 2 + (2 if tool.backend == "bubblewrap" else 0) + tool.config.pool_size + 1
+  return processes.with_marker(MARKER) | (extra if len(extra) > most else set())
+
+
+def test_environment_and_host_files_are_out_of_reach(tool: PythonTool, tmp_path: pathlib.Path) -> None:
+  os.environ["SAO_JAX_SECRET"] = "token-in-the-environment"
+  secret = tmp_path / "secret.txt"
+  secret.write_text("content-of-the-file")
+  code = f"""
+import glob, os
+print(dict(os.environ))
+for path in ['{secret}', '/etc/passwd', '/etc/shadow', '/etc/hostname', '/root/.bashrc', '{os.path.abspath(__file__)}']:
+  try: print('READ', path, open(path).read())
+  except OSError as error: print(path, error.strerror)
+for path in glob.glob('/proc/[0-9]*/environ') + glob.glob('/proc/*/cmdline'):
+  try: print('READ', path, open(path, 'rb').read())
+  except OSError: pass
+"""
+  try:
+    with tool.session() as session:
+      text = session.run(code)
+  finally:
+    del os.environ["SAO_JAX_SECRET"]
+  assert "token-in-the-environment" not in text and "content-of-the-file" not in text and "READ" not in text
+
+
+def test_nothing_outside_its_directory_can_be_written(tool: PythonTool) -> None:
+  code = """
+import os, sys
+library = os.path.dirname(os.__file__)
+for place in ['/', '/usr', '/usr/bin', '/lib', '/etc', '/dev', '/dev/shm', '/proc', '/root', '/site', library]:
+  try: open(os.path.join(place, 'mine'), 'w'); print('WROTE', place)
+  except OSError: pass
+  try: os.mkdir(os.path.join(place, 'mine')); print('MADE', place)
+  except OSError: pass
+  try: os.chmod(place, os.stat(place).st_mode); print('CHANGED', place)
+  except OSError: pass
+open('mine', 'w').write('x')
+print('end')
+"""
+  with tool.session() as session:
+    assert session.run(code) == "end\n"
+
+
+def test_no_sockets_and_no_network(tool: PythonTool) -> None:
+  code = """
+import socket
+for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, 16, 17, 38, 40):
+  for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):
+    try:
+      socket.socket(family, kind); print('OPENED', family, kind)
+    except OSError: pass
+a, b = socket.socketpair()
+a.send(b'pairs work'); print(b.recv(10).decode())
+"""
+  with tool.session() as session:
+    assert session.run(code) == "pairs work\n"
+
+
+def test_system_calls_through_ctypes_are_refused(tool: PythonTool) -> None:
+  code = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+tries = {
+  'mount': (b'none', b'/tmp', b'tmpfs', 0, None), 'umount2': (b'/tmp', 2), 'umount': (b'/proc',), 'chroot': (b'/tmp',),
+  'unshare': (0x10000000,), 'setuid': (0,), 'setgid': (0,), 'setresuid': (0, 0, 0), 'ptrace': (16, 1, 0, 0),
+  'sethostname': (b'x', 1), 'personality': (0x0040000,), 'setns': (3, 0), 'mknod': (b'/tmp/sda', 0o060666, 0x800),
+}
+for name, arguments in tries.items():
+  if getattr(libc, name)(*arguments) >= 0: print('ALLOWED', name)
+for number in (321, 298, 323, 425, 250, 310, 311, 175, 319, 29, 435) if os.uname().machine == 'x86_64' else (280, 425):
+  if libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0) >= 0: print('ALLOWED', number)
+clone = ctypes.c_long(56 if os.uname().machine == 'x86_64' else 220)
+if libc.syscall(clone, 0x10000011, 0, 0, 0, 0) >= 0: print('ALLOWED clone')
+print('end')
+"""
+  with tool.session() as session:
+    assert session.run(code) == "end\n"
+
+
+def test_sessions_cannot_reach_one_another(tool: PythonTool) -> None:
+  with tool.session() as one, tool.session() as two:
+    one.run("open('mine', 'w').write('secret')")
+    text = two.run("""
+import os, signal
+print(os.listdir('.'))
+try: print('READ', os.listdir('/proc')[0])
+except (OSError, IndexError): pass
+for pid in [*range(2, os.getpid()), *range(os.getpid() + 1, 5000)]:
+  try: os.kill(pid, signal.SIGKILL); print('KILLED', pid)
+  except OSError: pass
+print(True)
+""")
+    assert text == "[]\nTrue\n"
+    assert one.run("open('mine').read()") == "'secret'\n"
+
+
+def test_a_forked_copy_of_the_interpreter_does_not_answer(tool: PythonTool) -> None:
+  if not tool.isolation["processes_counted"]:
+    pytest.skip("no processes where the system does not count them")
+  with tool.session() as session:
+    text = session.run("import os\nif os.fork() == 0: print('child')\nelse: os.wait(); print('parent')")
+    assert text == "child\nparent\n"
+    assert session.run("6 * 7") == "42\n"
