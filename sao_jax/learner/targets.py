@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -47,14 +49,14 @@ def critic_targets(config: LearnerConfig, v_after: jax.Array, batch: TokenBatch)
   v = values_before(v_after)
   if config.lambda_critic == 1.0:
     v = jnp.zeros_like(v)  # V cancels out of a lambda = 1 return; zeros make that exact.
-  returns = _estimate(config, v, batch, jnp.full_like(v, config.lambda_critic), _bootstrap(config, v_after, batch)) + v
+  returns = _estimate(config, v, v_after, batch, config.lambda_critic) + v
   return jax.lax.stop_gradient(jnp.where(batch.action_mask, returns, 0.0))
 
 
 def policy_advantages(config: LearnerConfig, v_after: jax.Array, batch: TokenBatch) -> jax.Array:
   """Advantages on action tokens, 0 elsewhere, from values with the trajectory's (or the fixed) lambda."""
-  bootstrap = _bootstrap(config, v_after, batch)
-  adv = _estimate(config, values_before(v_after), batch, policy_lambda(config, batch), bootstrap)
+  lambda_ = batch.lambda_policy if config.lambda_policy is None else config.lambda_policy
+  adv = _estimate(config, values_before(v_after), v_after, batch, lambda_)
   return jax.lax.stop_gradient(jnp.where(batch.action_mask, adv, 0.0))
 
 
@@ -71,32 +73,28 @@ def _same_segment_next(segment_ids: jax.Array) -> jax.Array:
   return segment_ids == following
 
 
-def _bootstrap(config: LearnerConfig, v_after: jax.Array, batch: TokenBatch) -> jax.Array:
-  return bootstrap_values(v_after, batch) if config.truncation == "bootstrap" else jnp.zeros_like(v_after)
-
-
 def _estimate(
-  config: LearnerConfig, v: jax.Array, batch: TokenBatch, lambda_: jax.Array, bootstrap: jax.Array
+  config: LearnerConfig, v: jax.Array, v_after: jax.Array, batch: TokenBatch, lambda_: jax.Array | float
 ) -> jax.Array:
   """The config's advantage estimator on every row: all rows of the batch in one vmap."""
-  discount = config.discount
   mask = batch.action_mask
   if config.advantage == "gae_all_tokens":
     # Every token but a segment's first (whose aligned value would be that of the segment before) takes part.
     mask = (batch.segment_ids > 0) & (batch.positions > 0)
+  # A scalar spares the op a pass over the row.
+  bootstrap = bootstrap_values(v_after, batch) if config.truncation == "bootstrap" else 0.0
 
-  def row(
-    r: jax.Array, v: jax.Array, mask: jax.Array, lambda_: jax.Array, end: jax.Array, ids: jax.Array, turns: jax.Array
-  ) -> jax.Array:
-    if config.advantage in ("step_mean", "step_last"):
-      return advantage_ops.step_level_gae(
-        r, v, mask, discount=discount, lambda_=lambda_, step_value="mean" if config.advantage == "step_mean" else "last",
-        bootstrap_value=end, segment_ids=ids, turn_ids_t=turns,
-      )  # fmt: skip
-    return advantage_ops.skip_observation_gae(
-      r, v, mask, discount=discount, lambda_=lambda_, bootstrap_value=end, segment_ids=ids
-    )
+  def row(rewards: jax.Array, v: jax.Array, mask: jax.Array, ids: jax.Array, turns: jax.Array, *rest: Any) -> jax.Array:
+    lambda_, bootstrap = rest
+    common = {"discount": config.discount, "lambda_": lambda_, "bootstrap_value": bootstrap, "segment_ids": ids}
+    if config.advantage == "step_mean":
+      return advantage_ops.step_level_gae(rewards, v, mask, step_value="mean", turn_ids_t=turns, **common)
+    if config.advantage == "step_last":
+      return advantage_ops.step_level_gae(rewards, v, mask, step_value="last", turn_ids_t=turns, **common)
+    return advantage_ops.skip_observation_gae(rewards, v, mask, **common)
 
-  arrays = (batch.rewards, v, mask, lambda_, bootstrap, batch.segment_ids, batch.turn_ids)
-  shape = v.shape
-  return jax.vmap(row)(*(array.reshape(-1, shape[-1]) for array in arrays)).reshape(shape)
+  length = v.shape[-1]
+  arguments = (batch.rewards, v, mask, batch.segment_ids, batch.turn_ids, lambda_, bootstrap)
+  rows = [x if isinstance(x, float) else x.reshape(-1, length) for x in arguments]
+  in_axes = tuple(None if isinstance(x, float) else 0 for x in arguments)
+  return jax.vmap(row, in_axes=in_axes)(*rows).reshape(v.shape)

@@ -29,6 +29,8 @@ class CriticUpdate(NamedTuple):
   state: LearnerState
   v_after: jax.Array
   """`[M, B, T]`: raw values from before the first update."""
+  returns: jax.Array
+  """`[M, B, T]`: what the first update fitted."""
   metrics: Metrics
 
 
@@ -57,10 +59,12 @@ def make_update_step(
       adv = jnp.where(batch.action_mask, batch.baseline_adv, 0.0)
       critic_metrics = {key: jnp.full((), jnp.nan) for key in CRITIC_KEYS}
     else:
-      state, v_after, critic_metrics = update_critic(config, value_apply, state, batch, num_microbatches)
+      state, v_after, returns, critic_metrics = update_critic(config, value_apply, state, batch, num_microbatches)
       if config.values_from == "updated":
         v_after = compute_values(value_apply, state.critic, batch, num_microbatches)
-      critic_metrics["explained_variance"] = explained_variance(config, v_after, batch)
+        if targets.targets_depend_on_values(config):
+          returns = targets.critic_targets(config, v_after, batch)
+      critic_metrics["explained_variance"] = explained_variance(config, v_after, returns, batch)
       adv = targets.policy_advantages(config, v_after, batch)
     if config.whiten_advantages:
       adv = jnp.where(batch.action_mask, masking.masked_whiten(adv, batch.action_mask), 0.0)
@@ -114,8 +118,11 @@ def update_critic(
   mask = targets.critic_mask(config, batch)
   count = jnp.sum(mask)
 
+  # Returns with lambda = 1 are the same in every pass.
   moving = targets.targets_depend_on_values(config)
-  fixed = targets.critic_targets(config, jnp.zeros_like(batch.rewards), batch)
+  fixed = jnp.zeros_like(batch.rewards)
+  if not moving:
+    fixed = targets.critic_targets(config, fixed, batch)
 
   def loss_fn(trained: Params, inputs: tuple[TokenBatch, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     tokens, mask, target = inputs
@@ -136,6 +143,7 @@ def update_critic(
   length = num_updates or config.critic_updates
   (trained, opt_state), passes = jax.lax.scan(one_pass, (trainable, state.critic_opt), None, length=length)
   losses, norms, nonfinite, empty, v_after = passes
+  returns = targets.critic_targets(config, v_after[0], batch) if moving else fixed
   counters = state.counters._replace(
     critic_nonfinite=state.counters.critic_nonfinite + jnp.sum(nonfinite),
     critic_empty=state.counters.critic_empty + jnp.sum(empty),
@@ -144,10 +152,10 @@ def update_critic(
     "value_loss": losses[0],
     "value_loss_last": losses[-1],
     "critic_grad_norm": jnp.mean(norms),
-    "explained_variance_before": explained_variance(config, v_after[0], batch),
+    "explained_variance_before": explained_variance(config, v_after[0], returns, batch),
   }
   state = state._replace(critic=partition.merge(trained, frozen), critic_opt=opt_state, counters=counters)
-  return CriticUpdate(state, v_after[0], metrics)
+  return CriticUpdate(state, v_after[0], returns, metrics)
 
 
 def update_policy(
@@ -210,9 +218,8 @@ def update_policy(
   return state._replace(policy=params, policy_opt=opt_state, counters=counters), metrics
 
 
-def explained_variance(config: LearnerConfig, v_after: jax.Array, batch: TokenBatch) -> jax.Array:
-  """EV = 1 - Var(R - V) / Var(R) over action tokens, R being what the critic is fitted to."""
-  returns = targets.critic_targets(config, v_after, batch)
+def explained_variance(config: LearnerConfig, v_after: jax.Array, returns: jax.Array, batch: TokenBatch) -> jax.Array:
+  """EV = 1 - Var(R - V) / Var(R) over the tokens that the critic is fitted on."""
   return diagnostics.explained_variance(targets.values_before(v_after), returns, targets.critic_mask(config, batch))
 
 
