@@ -242,16 +242,15 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
   return np.where(counts > 0, sums / np.maximum(counts, 1.0), math.nan)
 
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
-
-
 def main(argv: Sequence[str]) -> None:
   del argv
-  if _WORKDIR.value is None:
+  if flags.FLAGS.workdir is None:
     raise app.UsageError("--workdir is required: the folder of a run.")
-  for path in plot_run(_WORKDIR.value):
+  for path in plot_run(flags.FLAGS.workdir):
     print(path)
 
 
 if __name__ == "__main__":
+  # Not at import: train.py, which has a --workdir of its own, imports this module.
+  flags.DEFINE_string("workdir", None, "The run's folder.")
   app.run(main)

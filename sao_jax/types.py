@@ -144,6 +144,26 @@ EnvironmentFactory: TypeAlias = Callable[[], Environment]
 """Makes a fresh environment; the engine holds one per live episode and reuses it for the next."""
 
 
+Split: TypeAlias = Literal["train", "eval"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Domain:
+  """A task as the training loop sees it: environments, the tokenizer they are written for, and demonstrations if any."""
+
+  make_env: Callable[[Split], Environment]
+  """Makes an environment of the training tasks or of the held-out ones."""
+  tokenizer: Tokenizer
+  num_train_tasks: int
+  """Training tasks: `reset` is called with 0 .. num_train_tasks - 1, in a new order on every pass."""
+  num_eval_tasks: int
+  """Held-out tasks."""
+  demonstrate: Callable[[int, np.random.Generator], Sequence[tuple[str, bool]]] | None = None
+  """`(training task, rng) -> pieces of (text, is_action)`: one episode to imitate in the warm start; None: no warm start."""
+  close: Callable[[], None] = lambda: None
+  """Frees what the environments share (a pool of interpreters, say)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
   """One finished episode, on the host: prompt, actions and observations as one token string.

@@ -1,0 +1,73 @@
+"""Trains an agent: `python -m experiments.train`, with `--config` for another preset and `--config.FIELD=VALUE` for its fields."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import pathlib
+from collections.abc import Sequence
+
+from absl import app, flags, logging
+from rich.table import Table
+
+from experiments import config_flags, plots
+from sao_jax import config as config_lib
+from sao_jax import loop
+from sao_jax.config import RunConfig
+from sao_jax.io import trajectories as trajectory_io
+from sao_jax.io.console import Console
+from sao_jax.types import Domain
+
+DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; one that holds a run goes on. Default: a dated folder under runs/.")
+_STAGE = flags.DEFINE_enum(
+  "stage", "all", ["all", *config_lib.STAGES], "Run this stage only (what it builds on must be in the workdir), or all of them."
+)
+
+
+def make_domain(config: RunConfig) -> Domain:
+  """Calls the function that `config.env.factory` names."""
+  module, _, function = config.env.factory.partition(":")
+  domain = getattr(importlib.import_module(module), function)(**config.env.options)
+  if not isinstance(domain, Domain):
+    raise TypeError(f"env.factory {config.env.factory!r} must return a sao_jax.types.Domain; received {type(domain).__name__}.")
+  return domain
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file at INFO.
+  config = config_flags.read(RunConfig)
+  workdir = pathlib.Path(_WORKDIR.value or f"runs/{datetime.datetime.now():%Y-%m-%d_%H%M%S}")
+  stages = config_lib.STAGES if _STAGE.value == "all" else (_STAGE.value,)
+  console = Console()
+  console.print(f"workdir {workdir}")
+  summary = loop.train(config, make_domain(config), workdir, run_stages=stages, console=console)
+  if summary is not None:
+    report(workdir, summary, console)
+
+
+def report(workdir: pathlib.Path, summary: dict, console: Console) -> None:
+  """The end of a run: plots, a table, a few trajectories, and what to do next."""
+  plots.plot_run(workdir)
+  samples = trajectory_io.read(workdir / "trajectories.jsonl")
+  for trajectory in samples[:2] + samples[-3:]:
+    console.print(f"[{'solved' if trajectory.success else 'not solved'}, {trajectory.num_turns} turns] {trajectory.text}")
+  table = Table(title="held-out success, pass@1 at temperature 1")
+  for column in ("", "success", "95 % interval", "n"):
+    table.add_column(column)
+  for name in ("before", "after"):
+    low, high = summary[f"success_{name}_interval"]
+    table.add_row(f"{name} RL", f"{summary[f'success_{name}']:.3f}", f"{low:.3f} to {high:.3f}", str(summary["n"]))
+  console.print(table)
+  seconds = ", ".join(f"{stage} {value:.0f} s" for stage, value in summary["seconds_by_stage"].items())
+  console.print(f"time        {summary['seconds_total']:.0f} s ({seconds})")
+  console.print(f"plots       {workdir / 'plots'}")
+  console.print(f"checkpoint  {workdir / 'checkpoints' / str(summary['num_steps'])}")
+  console.print(f"evaluate    python -m experiments.evaluate --workdir={workdir}")
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=config_flags.parser(RunConfig, default=DEFAULT_PRESET))

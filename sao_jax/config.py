@@ -1,0 +1,176 @@
+"""One frozen configuration for a whole run: what a workdir's `config.json` records and what the command line overrides.
+
+Each room owns the config of its component; this module composes them and checks what no single room can see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from sao_jax.learner import algorithms
+from sao_jax.learner.config import LearnerConfig, OptimizerConfig
+from sao_jax.models.config import ModelConfig
+from sao_jax.rollout.config import EngineConfig
+from sao_jax.sharding.mesh import MeshConfig
+
+Schedule = Literal["async", "sync", "lagged"]
+Stage = Literal["warm_start", "value_pretraining", "rl"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+def _require(condition: bool, name: str, received: Any, allowed: str) -> None:
+  if not condition:
+    raise ValueError(f"{name} must be {allowed}; received {received!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+  """Which task: a function that makes it, and that function's options."""
+
+  factory: str = "experiments.domains.tool_math:make_domain"
+  """`module:function`; called with `options` as keywords, it returns an `envs.base.Domain`."""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self) -> None:
+    module, _, function = self.factory.partition(":")
+    _require(bool(module and function), "env.factory", self.factory, "of the form 'module:function'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+  """Stage 1: supervised fine-tuning on the domain's demonstrations."""
+
+  num_steps: int = 0
+  """Optimizer updates; 0 leaves the policy as it is (a pretrained checkpoint, say)."""
+  batch_size: int = 128
+  """Demonstrations per update."""
+  optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, warmup_steps=50)
+  log_every: int = 20
+
+  def __post_init__(self) -> None:
+    _require(self.num_steps >= 0, "warm_start.num_steps", self.num_steps, ">= 0")
+    _require(self.batch_size >= 1, "warm_start.batch_size", self.batch_size, ">= 1")
+    _require(self.log_every >= 1, "warm_start.log_every", self.log_every, ">= 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+  """Stage 2: the value model starts as a copy of the policy with a zero head, fitted to the initial policy's trajectories."""
+
+  pretraining_trajectories: int = 0
+  """Trajectories of the initial policy; 0 starts RL with a cold critic (ablation). Not used by algorithms without a critic."""
+  pretraining_epochs: int = 4
+  """Passes over them, in batches of the run's `batch_size`."""
+  pretraining_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)
+
+  def __post_init__(self) -> None:
+    _require(self.pretraining_trajectories >= 0, "critic.pretraining_trajectories", self.pretraining_trajectories, ">= 0")
+    _require(self.pretraining_epochs >= 1, "critic.pretraining_epochs", self.pretraining_epochs, ">= 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+  """What is saved when."""
+
+  every_steps: int = 50
+  """Learner steps between checkpoints; the last step is always saved."""
+  keep: int = 2
+  """Newest checkpoints that stay."""
+  keep_best: int = 1
+  """Checkpoints with the highest training success that stay besides."""
+
+  def __post_init__(self) -> None:
+    _require(self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, ">= 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+  """Everything about a run. Fields that may be changed on a resume are listed in `MAY_DIFFER`."""
+
+  algorithm: str = "sao"
+  """A key of `learner.algorithms.ALGORITHMS`: it decides the learner's fields that it names."""
+  schedule: Schedule = "async"
+  seed: int = 0
+  num_steps: int
+  """Learner steps, i.e. policy updates."""
+  batch_size: int = 128
+  """Trajectories per learner step."""
+  group_size: int = 1
+  """Episodes per prompt; 1 for single-rollout methods, a divisor of `batch_size` for group methods."""
+  lag: int = 0
+  """`lagged`: how many versions old the weights are with which a batch is begun."""
+  lag_switch_chunks: int | None = None
+  """`lagged`: the engine goes one version up after so many decode chunks; None: a batch has one version."""
+  max_staleness: int = 8
+  """Largest allowed learner version at use minus oldest version among a trajectory's action tokens."""
+  queue_capacity: int | None = None
+  """Trajectories that may wait; None: twice the batch."""
+  eval_episodes: int = 512
+  """Held-out episodes before and after RL; pass@1 at the engine's temperature."""
+
+  policy: ModelConfig
+  policy_checkpoint: str | None = None
+  """A Hugging Face directory to start from; None: fresh parameters."""
+  critic: CriticConfig = CriticConfig()
+  warm_start: WarmStartConfig = WarmStartConfig()
+  learner: LearnerConfig
+  engine: EngineConfig = EngineConfig()
+  env: EnvConfig = EnvConfig()
+  mesh: MeshConfig = MeshConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+
+  def __post_init__(self) -> None:
+    _require(self.algorithm in algorithms.ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(algorithms.ALGORITHMS)}")
+    _require(self.schedule in get_args(Schedule), "schedule", self.schedule, f"one of {', '.join(get_args(Schedule))}")
+    _require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
+    for name in ("num_steps", "lag", "max_staleness", "eval_episodes"):
+      _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+    for name in ("batch_size", "group_size"):
+      _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+    _require(self.batch_size % self.group_size == 0, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
+    self._check_algorithm()
+    self._check_schedule()
+    _require(
+      self.learner.row_length >= self.engine.max_len, "learner.row_length", self.learner.row_length,
+      f"at least engine.max_len = {self.engine.max_len}: a trajectory lies in one row",
+    )
+    _require(
+      self.learner.temperature == self.engine.temperature, "learner.temperature", self.learner.temperature,
+      f"engine.temperature = {self.engine.temperature}: both sides score the distribution that was sampled from",
+    )
+
+  def _check_algorithm(self) -> None:
+    for name, value in algorithms.ALGORITHMS[self.algorithm].items():
+      _require(
+        getattr(self.learner, name) == value, f"learner.{name}", getattr(self.learner, name),
+        f"{value!r} with algorithm={self.algorithm!r}",
+      )
+    if self.learner.needs_groups:
+      _require(self.group_size > 1, "group_size", self.group_size, f"greater than 1 with algorithm={self.algorithm!r}")
+    else:
+      _require(self.group_size == 1, "group_size", self.group_size, f"1 with algorithm={self.algorithm!r}: single rollouts")
+
+  def _check_schedule(self) -> None:
+    lagged = self.schedule == "lagged"
+    _require(lagged or self.lag == 0, "lag", self.lag, f"0 with schedule={self.schedule!r}")
+    _require(lagged or self.lag_switch_chunks is None, "lag_switch_chunks", self.lag_switch_chunks, "None unless lagged")
+    _require(self.lag_switch_chunks is None or self.lag_switch_chunks >= 1, "lag_switch_chunks", self.lag_switch_chunks, ">= 1")
+    _require(self.lag <= self.max_staleness, "lag", self.lag, f"at most max_staleness = {self.max_staleness}")
+    capacity = self.queue_capacity
+    _require(capacity is None or capacity >= self.batch_size, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
+
+
+MAY_DIFFER = frozenset({"num_steps", "eval_episodes", "checkpoint"})
+"""Fields of `RunConfig` that a resumed run may change."""
+
+
+def pretraining_learner(config: RunConfig) -> LearnerConfig:
+  """The learner's settings for value pretraining: the critic's optimizer is that of the stage."""
+  return dataclasses.replace(config.learner, critic_optimizer=config.critic.pretraining_optimizer)
+
+
+def to_json(config: Any) -> Any:
+  """A config as JSON values, for `config.json`."""
+  return dataclasses.asdict(config)

@@ -1,0 +1,124 @@
+"""What a step looked like from outside: the metrics row, busy fractions, and signals that ask for an end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from sao_jax.components import Components
+from sao_jax.rollout.sources import BatchSource
+from sao_jax.types import Trajectory
+
+
+class Progress:
+  """Measures the loop: each row covers the time since the row before it.
+
+  Args:
+    parts: the run's parts; the engine's counters are read.
+  """
+
+  def __init__(self, parts: Components):
+    self._engine = parts.engine
+    self._seconds_before = 0.0
+    self._failed_before = 0
+    self._began = self._last = self._learner_began = time.monotonic()
+    self._counts: Mapping[str, Any] = {}
+
+  def start(self, source: BatchSource) -> None:
+    """Time counts from here."""
+    self._began = self._last = time.monotonic()
+    self._counts = self._engine.counters
+    self._failed_at_start = self._counts["failed_episodes"]
+
+  def learner_begins(self) -> None:
+    """The batch is there: from here to the next row the learner is busy."""
+    self._learner_began = time.monotonic()
+
+  @property
+  def seconds(self) -> float:
+    """Seconds of RL so far, over all resumptions."""
+    return self._seconds_before + time.monotonic() - self._began
+
+  @property
+  def failed_episodes(self) -> int:
+    return int(self._failed_before + self._engine.counters["failed_episodes"] - self._failed_at_start)
+
+  def row(
+    self, step: int, trajectories: Sequence[Trajectory], report: Mapping[str, Any], source: BatchSource
+  ) -> dict[str, float | int]:
+    """The metrics row of a learner step, its batch used at version `step - 1`."""
+    now = time.monotonic()
+    counts = self._engine.counters
+    elapsed = max(now - self._last, 1e-9)
+    staleness = np.array([step - 1 - x.oldest_version for x in trajectories])
+    row: dict[str, float | int] = {
+      "policy_version": step,
+      "time_s": self.seconds,
+      "reward_mean": float(np.mean([x.total_reward for x in trajectories])),
+      "success_rate": float(np.mean([x.success for x in trajectories])),
+      "trajectories": len(trajectories),
+      "turns_mean": float(np.mean([x.num_turns for x in trajectories])),
+      "tokens_mean": float(np.mean([x.tokens.size for x in trajectories])),
+      "truncated_fraction": float(np.mean([x.ended == "truncated" for x in trajectories])),
+      "staleness_mean": float(staleness.mean()),
+      "staleness_max": int(staleness.max()),
+      "mixed_version_fraction": float(np.mean([x.mixed_versions for x in trajectories])),
+      **{key: float(value) for key, value in report.items()},
+      **source.counters(),
+      "failed_episodes": self.failed_episodes,
+      "rollout_tokens_per_s": (counts["tokens_generated"] - self._counts["tokens_generated"]) / elapsed,
+      "learner_busy_fraction": (now - self._learner_began) / elapsed,
+      "engine_busy_fraction": (counts["busy_seconds"] - self._counts["busy_seconds"]) / elapsed,
+    }
+    row["action_tokens"] = sum(x.num_actions for x in trajectories)
+    self._last, self._counts = now, counts
+    return row
+
+  def note(self, row: Mapping[str, float | int]) -> str:
+    """The live console line."""
+    return (
+      f"success {row['success_rate']:.2f}  turns {row['turns_mean']:.1f}  staleness {row['staleness_mean']:.1f}  "
+      f"masked {row['dis_masked_fraction']:.2%}  EV {row['explained_variance']:.2f}  "
+      f"{row['rollout_tokens_per_s']:.0f} tok/s"
+    )
+
+  def state(self) -> dict[str, float | int]:
+    return {"seconds": self.seconds, "failed_episodes": self.failed_episodes}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    self._seconds_before = float(state["seconds"])
+    self._failed_before = int(state["failed_episodes"])
+
+
+class Interrupts:
+  """SIGINT and SIGTERM ask the loop to save and end after the step under way; a second SIGINT ends at once.
+
+  Outside the main thread signals cannot be handled: nothing is changed there, and `requested` stays False.
+  """
+
+  def __init__(self) -> None:
+    self.requested = False
+    self._previous: dict[signal.Signals, Any] = {}
+
+  def _handle(self, number: int, frame: FrameType | None) -> None:
+    if self.requested and number == signal.SIGINT:
+      raise KeyboardInterrupt
+    self.requested = True
+
+  def __enter__(self) -> Interrupts:
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGINT, signal.SIGTERM):
+        self._previous[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(
+    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+  ) -> None:
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
