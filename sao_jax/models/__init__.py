@@ -1,6 +1,8 @@
 """Models: a Linen decoder of the Llama/Qwen3/GLM families, and the callables that the other rooms take."""
 
+from sao_jax.models.checkpoint import load_hf, save_hf
 from sao_jax.models.config import ModelConfig, RopeScaling
+from sao_jax.models.gguf_checkpoint import load_gguf
 from sao_jax.models.heads import cached_policy, init_critic, init_policy, lm_head, policy_apply, policy_logits, value_apply
 from sao_jax.models.transformer import Transformer
 
@@ -12,7 +14,10 @@ __all__ = [
   "init_critic",
   "init_policy",
   "lm_head",
+  "load_gguf",
+  "load_hf",
   "policy_apply",
   "policy_logits",
+  "save_hf",
   "value_apply",
 ]

@@ -47,6 +47,11 @@ class RopeScaling:
   truncate: bool = True
   """yarn: round the bounds of the ramp to whole dimensions."""
 
+  @staticmethod
+  def yarn_attention(factor: float, scale: float = 1.0) -> float:
+    """YaRN's factor on cos and sin: `0.1 * scale * ln(factor) + 1`."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
   def __post_init__(self) -> None:
     _check_choice("RopeScaling.rope_type", self.rope_type, ROPE_TYPES)
     _check("RopeScaling.factor", self.factor, self.factor >= 1.0, "at least 1")
@@ -139,10 +144,9 @@ class ModelConfig:
     _check("ModelConfig.num_kv_heads", self.num_kv_heads, divides, f"a divisor of num_heads = {self.num_heads}")
     _check("ModelConfig.norm_eps", self.norm_eps, self.norm_eps > 0, "positive")
     _check("ModelConfig.rope_theta", self.rope_theta, self.rope_theta > 0, "positive")
-    rotary = self.rotary_dim
-    even = 0 < rotary <= self.head_dim and rotary % 2 == 0
-    _check("ModelConfig.partial_rotary_factor", self.partial_rotary_factor, even,
-           f"such that head_dim * factor (head_dim = {self.head_dim}) is even and in (0, head_dim]")
+    rotary = self.rotary_dim + self.rotary_dim % 2  # dimensions turn in pairs
+    _check("ModelConfig.partial_rotary_factor", self.partial_rotary_factor, 0 < rotary <= self.head_dim,
+           f"such that 1 or more whole pairs of the head_dim = {self.head_dim} dimensions are rotated")
     if self.num_experts:
       self._check_experts()
 
@@ -165,7 +169,7 @@ class ModelConfig:
 
   @property
   def rotary_dim(self) -> int:
-    """Dimensions of a head that are rotated."""
+    """Dimensions of a head that are rotated; an odd number is rounded up where pairs are formed."""
     return int(self.head_dim * self.partial_rotary_factor)
 
   @property

@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-  """Angular frequencies `[rotary_dim / 2]` (radians per position) and the factor on cos and sin.
+  """Angular frequencies `[ceil(rotary_dim / 2)]` (radians per position) and the factor on cos and sin.
 
   Follows the published definitions: "linear" divides by the factor; "llama3" (Llama 3.1) divides only long wavelengths,
   with a smooth step between; "yarn" (arXiv 2309.00071) ramps over dimensions and rescales attention.
@@ -106,10 +106,12 @@ def _yarn(inverse: np.ndarray, theta: float, dim: int, scaling: RopeScaling) -> 
   if scaling.truncate:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, dim - 1)
-  ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+  if low == high:
+    high += 0.001
+  ramp = np.clip((np.arange(inverse.size) - low) / (high - low), 0.0, 1.0)
   factor = scaling.attention_factor
   if factor is None:
-    factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    factor = RopeScaling.yarn_attention(scaling.factor)
   return inverse * (1.0 - ramp) + inverse / scaling.factor * ramp, factor
 
 

@@ -16,7 +16,7 @@ from tests.models import tiny
     ({"moe_impl": "fast"}, "moe_impl must be one of"),
     ({"remat": "some"}, "remat must be one of"),
     ({"hidden_size": 0}, "hidden_size must be a positive int; received 0"),
-    ({"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
+    ({"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
     ({"num_experts": 4}, "num_experts_per_tok must be in 1 .. num_experts = 4; received 0"),
     ({"num_experts": 4, "num_experts_per_tok": 2}, "moe_intermediate_size must be positive; received 0"),
     ({"model_type": "gpt2"}, "model_type must be one of"),

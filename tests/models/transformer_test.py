@@ -18,6 +18,7 @@ from sao_jax.models.config import RopeScaling
 from tests.models import tiny
 
 SLOTS, ROWS, CHUNK, MAX_LEN = 4, 3, 6, 20
+WEIGHTS = np.random.default_rng(5).normal(size=(ROWS, MAX_LEN, 24)).astype(np.float32) / 8
 CONFIGS = {"dense": tiny.dense(), "sparse": tiny.sparse()}
 
 
@@ -205,7 +206,7 @@ def _gradient(remat: str) -> Any:
   apply = policy_apply(dataclasses.replace(CONFIGS["dense"], remat=remat))
 
   def loss(params: Any) -> jax.Array:
-    return jnp.sum(apply(params, tokens, positions, np.ones_like(tokens)).hidden ** 3)
+    return jnp.sum(apply(params, tokens, positions, np.ones_like(tokens)).hidden * WEIGHTS)
 
   return jax.jit(jax.grad(loss))(_params("dense"))
 
@@ -213,7 +214,7 @@ def _gradient(remat: str) -> Any:
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_remat_changes_no_number(remat: str) -> None:
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), _gradient(remat), _gradient("none")
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), _gradient(remat), _gradient("none")
   )
 
 

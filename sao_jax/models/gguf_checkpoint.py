@@ -1,0 +1,129 @@
+"""`load_gguf`: llama-type GGUF files through the optional `gguf` package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax.models.config import ModelConfig, RopeScaling
+from sao_jax.models.heads import init_policy
+from sao_jax.types import Params
+
+# Metadata of the architecture that the decoder accounts for; another key under `llama.` is an error.
+_INERT = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"})
+
+_TOP = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"}
+_MODULES = {
+  "input_norm": "attn_norm", "post_attention_norm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
+  "o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+}
+
+
+def load_gguf(path: str | os.PathLike[str], *, dtype: str = "float32", param_dtype: str = "float32") -> tuple[ModelConfig, Params]:
+  """Loads a GGUF file of architecture "llama"; quantised tensors are expanded one at a time.
+
+  Args:
+    path: the file.
+    dtype: of activations and matmuls.
+    param_dtype: of the parameters.
+
+  Returns:
+    `(config, params)`; params as `init_policy(config)` lays them out.
+
+  Raises:
+    ImportError: the optional package `gguf` is not installed.
+    ValueError: another architecture, or a key or tensor that is not supported; the message names it.
+  """
+  try:
+    import gguf
+  except ImportError as error:
+    raise ImportError("load_gguf needs the optional package `gguf`: pip install 'sao_jax[gguf]'.") from error
+  reader = gguf.GGUFReader(os.fspath(path))
+  tensors = {tensor.name: tensor for tensor in reader.tensors}
+  config = _config(reader, tensors, dtype, param_dtype)
+  shapes = jax.eval_shape(lambda key: init_policy(config, key), jax.random.key(0))
+  names = {_name(_names(p)): _names(p) for p, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]}
+  unknown, missing = sorted(set(tensors) - set(names)), sorted(set(names) - set(tensors))
+  if unknown or missing:
+    raise ValueError(f"{path}: tensors that are not supported: {unknown[:5]}; tensors that are missing: {missing[:5]}.")
+
+  def load(tree_path: Any, want: jax.ShapeDtypeStruct) -> jax.Array:
+    stored = tensors[_name(_names(tree_path))]
+    value = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    value = _to_half_split(value, _names(tree_path), config)
+    value = value.T if _names(tree_path)[-1] == "kernel" else value
+    if value.shape != want.shape:
+      raise ValueError(f"{path}: {stored.name} should give {want.shape}; received {value.shape}.")
+    return jnp.asarray(value, want.dtype)
+
+  return config, jax.tree_util.tree_map_with_path(load, shapes)
+
+
+def _names(path: Any) -> tuple[str, ...]:
+  return tuple(key.key for key in path)
+
+
+def _name(path: tuple[str, ...]) -> str:
+  if path[0] in _TOP:
+    return _TOP[path[0]]
+  kind = "bias" if path[-1] == "bias" else "weight"
+  return f"blk.{path[0].removeprefix('layers_')}.{_MODULES[path[-2]]}.{kind}"
+
+
+def _to_half_split(value: np.ndarray, path: tuple[str, ...], config: ModelConfig) -> np.ndarray:
+  """Undoes the row order of GGUF's q and k: pairs that rotate together lie next to each other there."""
+  heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(path[-2])
+  if heads is None:
+    return value
+  return value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+
+
+def _metadata(reader: Any) -> Iterator[tuple[str, Any]]:
+  for name, field in reader.fields.items():
+    if name == "general.architecture" or name.startswith("llama."):
+      yield name.removeprefix("llama."), field.contents()
+
+
+def _config(reader: Any, tensors: dict[str, Any], dtype: str, param_dtype: str) -> ModelConfig:
+  values = dict(_metadata(reader))
+  architecture = values.pop("general.architecture", None)
+  if architecture != "llama":
+    raise ValueError(f"load_gguf reads architecture 'llama'; received {architecture!r}.")
+  heads, hidden = values.pop("attention.head_count"), values.pop("embedding_length")
+  head_dim = values.get("attention.key_length", hidden // heads)
+  for name in ("rope.dimension_count", "attention.value_length"):
+    if values.get(name, head_dim) != head_dim:
+      raise ValueError(f"llama.{name} = {values[name]} is not supported with heads of {head_dim} dimensions.")
+  config = ModelConfig(
+    model_type="llama", vocab_size=int(tensors["token_embd.weight"].shape[1]), hidden_size=hidden, num_heads=heads,
+    num_kv_heads=values.pop("attention.head_count_kv", heads), head_dim=head_dim, num_layers=values.pop("block_count"),
+    intermediate_size=values.pop("feed_forward_length"), norm_eps=_decimal(values.pop("attention.layer_norm_rms_epsilon")),
+    rope_theta=_decimal(values.pop("rope.freq_base", 10_000.0)), rope_scaling=_scaling(values),
+    max_position_embeddings=values.pop("context_length"), qk_norm=False, tie_word_embeddings="output.weight" not in tensors,
+    attention_bias="blk.0.attn_q.bias" in tensors, attention_out_bias="blk.0.attn_output.bias" in tensors,
+    mlp_bias="blk.0.ffn_gate.bias" in tensors, dtype=dtype, param_dtype=param_dtype,
+  )
+  unknown = {name: value for name, value in values.items() if name not in _INERT and value}
+  if unknown:
+    raise ValueError(f"These llama.* keys of the GGUF file are not supported: {unknown}.")
+  return config
+
+
+def _decimal(value: float) -> float:
+  """The number that was meant: the file holds it rounded to float32 (1e-6 would read as 9.99999997e-07)."""
+  return float(str(np.float32(value)))
+
+
+def _scaling(values: dict[str, Any]) -> RopeScaling:
+  kind = values.pop("rope.scaling.type", "none")
+  factor = float(values.pop("rope.scaling.factor", 1.0))
+  if kind == "none":
+    return RopeScaling()
+  if kind == "linear":
+    return RopeScaling(rope_type="linear", factor=factor)
+  raise ValueError(f"llama.rope.scaling.type = {kind!r} is not supported; allowed: none, linear.")

@@ -1,0 +1,318 @@
+"""Hugging Face `config.json` of llama, qwen3, qwen3_moe and glm4_moe to `ModelConfig` and back.
+
+Every key is read: one that is not known is an error unless it is empty (null, false, [] or {}), and a switch that the
+decoder does not have is an error that names it. Absent keys take the defaults of transformers, which differ by family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sao_jax.models.config import DTYPES, MODEL_TYPES, ModelConfig, RopeScaling
+
+_MISSING = object()
+
+# Keys that change nothing a decoder computes here: bookkeeping, special tokens, initial values, training-only losses.
+_INERT = frozenset({
+  "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "eos_token_id", "id2label",
+  "initializer_range", "is_llama_config", "label2id", "max_window_layers", "model_type", "num_mtp_layers",
+  "num_nextn_predict_layers", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+  "router_aux_loss_coef", "sep_token_id", "tokenizer_class", "transformers.js_config", "transformers_version", "unk_token_id",
+  "unsloth_fixed", "unsloth_version", "use_cache",
+})
+
+# Fields of ModelConfig that say how to compute, not what: a checkpoint does not carry them.
+_RUNTIME_FIELDS = frozenset({"dtype", "param_dtype", "remat", "moe_impl", "init_std"})
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+  "llama": {"max_position_embeddings": 2048},
+  "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+  "qwen3_moe": {
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+  },
+  "glm4_moe": {
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "norm_topk_prob": True, "max_position_embeddings": 131_072,
+  },
+}
+
+
+class _Keys:
+  """Hands out keys once, so that what is left over is what nobody read."""
+
+  def __init__(self, values: Mapping[str, Any], what: str):
+    self._left = dict(values)
+    self._what = what
+
+  def take(self, *names: str, default: Any = _MISSING) -> Any:
+    """The value under the first of `names` (old and new spellings) that is there and not null."""
+    found = [self._left.pop(name) for name in names if name in self._left]
+    found = [value for value in found if value is not None]
+    if any(value != found[0] for value in found):
+      raise ValueError(f"{self._what}: {' and '.join(names)} mean the same and differ: {found}.")
+    if found:
+      return found[0]
+    if default is _MISSING:
+      raise ValueError(f"{self._what} has no {' or '.join(names)}.")
+    return default
+
+  def require(self, name: str, allowed: tuple[Any, ...]) -> None:
+    """Refuses any value of `name` but the allowed ones (the first is what an absent key means)."""
+    value = self.take(name, default=allowed[0])
+    if value not in allowed:
+      raise ValueError(f"{self._what}: {name} = {value!r} is not supported; allowed: {list(allowed)}.")
+
+  def finish(self, inert: frozenset[str] = frozenset()) -> None:
+    unknown = {k: v for k, v in self._left.items() if k not in inert and not k.startswith("_") and v not in (None, False, [], {})}
+    if unknown:
+      raise ValueError(f"{self._what}: these keys are not supported: {unknown}.")
+
+
+def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
+  """Reads the contents of a `config.json`.
+
+  Args:
+    values: the parsed JSON object.
+
+  Returns:
+    The architecture; `param_dtype` is the file's dtype, `dtype` is float32.
+
+  Raises:
+    ValueError: a required key is absent, or a key or value is not supported; the message names it.
+  """
+  model_type = values.get("model_type")
+  if model_type not in MODEL_TYPES:
+    raise ValueError(f"config.json: model_type must be one of {MODEL_TYPES}; received {model_type!r}.")
+  keys = _Keys({**_aliases_of_defaults(model_type, values), **values}, f"config.json of type {model_type}")
+  _refuse_unsupported(keys, model_type)
+  heads = keys.take("num_attention_heads")
+  hidden = keys.take("hidden_size")
+  layers = keys.take("num_hidden_layers")
+  fields: dict[str, Any] = {
+    "model_type": model_type,
+    "vocab_size": keys.take("vocab_size"),
+    "hidden_size": hidden,
+    "num_layers": layers,
+    "num_heads": heads,
+    "num_kv_heads": keys.take("num_key_value_heads", default=heads),
+    "head_dim": keys.take("head_dim", default=hidden // heads),
+    "intermediate_size": keys.take("intermediate_size"),
+    "tie_word_embeddings": keys.take("tie_word_embeddings", default=False),
+    "norm_eps": keys.take("rms_norm_eps", default=1e-6),
+    "max_position_embeddings": keys.take("max_position_embeddings", default=32_768),
+    "qk_norm": keys.take("use_qk_norm", default=False) if model_type == "glm4_moe" else model_type != "llama",
+    "attention_bias": keys.take("attention_bias", default=False),
+    "mlp_bias": keys.take("mlp_bias", default=False) if model_type == "llama" else False,
+    "param_dtype": str(keys.take("dtype", "torch_dtype", default="float32")).removeprefix("torch."),
+  }
+  fields["attention_out_bias"] = fields["attention_bias"] and model_type != "glm4_moe"
+  fields |= _rope(keys, model_type, fields["max_position_embeddings"])
+  fields |= _experts(keys, model_type)
+  _refuse_sliding_window(keys, layers)
+  keys.finish(_INERT)
+  if fields["param_dtype"] not in DTYPES:
+    raise ValueError(f"config.json: dtype must be one of {DTYPES}; received {fields['param_dtype']!r}.")
+  return ModelConfig(**fields)
+
+
+def _aliases_of_defaults(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  """The family's defaults, without those that the file gives under another name."""
+  given = set(values)
+  if given & {"num_experts", "num_local_experts", "n_routed_experts"}:
+    given.add("num_experts")
+  if any("partial_rotary_factor" in (values.get(name) or {}) for name in ("rope_parameters", "rope_scaling")):
+    given.add("partial_rotary_factor")
+  return {name: value for name, value in _DEFAULTS[model_type].items() if name not in given}
+
+
+def _refuse_unsupported(keys: _Keys, model_type: str) -> None:
+  keys.require("hidden_act", ("silu", "swish"))
+  keys.require("attention_dropout", (0.0,))
+  keys.require("rope_interleaved", (False,))
+  if model_type == "qwen3_moe":
+    keys.require("shared_expert_intermediate_size", (0,))
+
+
+def _refuse_sliding_window(keys: _Keys, layers: int) -> None:
+  used = keys.take("use_sliding_window", default=False)
+  window = keys.take("sliding_window", default=None)
+  first = keys.take("max_window_layers", default=0)
+  types = keys.take("layer_types", default=None)
+  if types is None:
+    types = ["sliding_attention" if used and window and i >= first else "full_attention" for i in range(layers)]
+  if set(types) != {"full_attention"}:
+    raise ValueError(
+      f"config.json: sliding windows are not supported; received use_sliding_window = {used}, sliding_window = {window}, "
+      f"max_window_layers = {first}, layer_types = {sorted(set(types))}."
+    )
+
+
+def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[str, Any]:
+  """Rotary settings from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
+  new, old = keys.take("rope_parameters", default=None), keys.take("rope_scaling", default=None)
+  values = dict(old or new or {})
+  if isinstance(values.get("full_attention"), Mapping):  # one entry per layer type; there is only one type here
+    values = dict(values["full_attention"])
+  outer_theta = keys.take("rope_theta", default=10_000.0)
+  outer_factor = keys.take("partial_rotary_factor", default=1.0)
+  outer_length = keys.take("original_max_position_embeddings", default=None)
+  rope = _Keys(values, "config.json: rope parameters")
+  theta = rope.take("rope_theta", default=outer_theta)
+  rotated = rope.take("partial_rotary_factor", default=outer_factor)
+  if rotated != 1.0 and model_type != "glm4_moe":
+    raise ValueError(f"config.json: partial_rotary_factor = {rotated} is not supported in type {model_type}.")
+  rope_type = rope.take("rope_type", "type", default="default")
+  # A file may carry a length that its rope type does not use.
+  length = rope.take("original_max_position_embeddings", default=max_position_embeddings)
+  scaling = _scaling(rope, rope_type, outer_length or length, max_position_embeddings)
+  rope.finish()
+  return {"rope_theta": float(theta), "partial_rotary_factor": rotated, "rope_scaling": scaling}
+
+
+def _scaling(rope: _Keys, rope_type: str, length: int, max_position_embeddings: int) -> RopeScaling:
+  if rope_type == "default":
+    rope.take("factor", default=None)  # transformers ignores it, too
+    return RopeScaling()
+  if rope_type == "linear":
+    return RopeScaling(rope_type=rope_type, factor=float(rope.take("factor")))
+  if rope_type == "llama3":
+    return RopeScaling(
+      rope_type=rope_type, factor=float(rope.take("factor")), original_max_position_embeddings=length,
+      low_freq_factor=float(rope.take("low_freq_factor")), high_freq_factor=float(rope.take("high_freq_factor")),
+    )
+  if rope_type == "yarn":
+    factor = float(rope.take("factor", default=max_position_embeddings / length))
+    attention_factor = rope.take("attention_factor", default=None)
+    scale, scale_all = rope.take("mscale", default=0), rope.take("mscale_all_dim", default=0)
+    if attention_factor is None and scale and scale_all:
+      attention_factor = RopeScaling.yarn_attention(factor, scale) / RopeScaling.yarn_attention(factor, scale_all)
+    return RopeScaling(
+      rope_type=rope_type, factor=factor, original_max_position_embeddings=length,
+      attention_factor=None if attention_factor is None else float(attention_factor),
+      beta_fast=float(rope.take("beta_fast", default=32.0)), beta_slow=float(rope.take("beta_slow", default=1.0)),
+      truncate=rope.take("truncate", default=True),
+    )
+  raise ValueError(f"config.json: rope_type = {rope_type!r} is not supported; allowed: default, linear, llama3, yarn.")
+
+
+def _experts(keys: _Keys, model_type: str) -> dict[str, Any]:
+  if model_type not in ("qwen3_moe", "glm4_moe"):
+    return {}
+  fields: dict[str, Any] = {
+    "num_experts": keys.take("num_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": keys.take("num_experts_per_tok"),
+    "moe_intermediate_size": keys.take("moe_intermediate_size"),
+    "norm_topk_prob": keys.take("norm_topk_prob"),
+  }
+  if model_type == "qwen3_moe":
+    return fields | {
+      "router": "softmax",
+      "decoder_sparse_step": keys.take("decoder_sparse_step", default=1),
+      "mlp_only_layers": tuple(keys.take("mlp_only_layers", default=())),
+    }
+  keys.require("scoring_func", ("sigmoid",))
+  keys.require("topk_method", ("noaux_tc",))
+  return fields | {
+    "router": "sigmoid",
+    "routed_scaling_factor": float(keys.take("routed_scaling_factor", default=1.0)),
+    "n_group": keys.take("n_group", default=1),
+    "topk_group": keys.take("topk_group", default=1),
+    "num_shared_experts": keys.take("n_shared_experts", default=1),
+    "first_dense_layers": keys.take("first_k_dense_replace", default=1),
+  }
+
+
+_ARCHITECTURES = {
+  "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+  "glm4_moe": "Glm4MoeForCausalLM",
+}
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+  """The `config.json` of a model, in the spelling that old and new transformers both read.
+
+  Raises:
+    ValueError: the architecture has a switch that its `model_type` cannot carry; the message names it.
+  """
+  values: dict[str, Any] = {
+    "architectures": [_ARCHITECTURES[config.model_type]],
+    "model_type": config.model_type,
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.hidden_size,
+    "num_hidden_layers": config.num_layers,
+    "num_attention_heads": config.num_heads,
+    "num_key_value_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "intermediate_size": config.intermediate_size,
+    "hidden_act": "silu",
+    "tie_word_embeddings": config.tie_word_embeddings,
+    "rms_norm_eps": config.norm_eps,
+    "max_position_embeddings": config.max_position_embeddings,
+    "attention_bias": config.attention_bias,
+    "attention_dropout": 0.0,
+    "rope_theta": config.rope_theta,
+    "rope_scaling": _scaling_to_hf(config.rope_scaling),
+    "torch_dtype": config.param_dtype,
+    "use_cache": True,
+  }
+  values |= {
+    "llama": {"mlp_bias": config.mlp_bias},
+    "qwen3": {"use_sliding_window": False},
+    "qwen3_moe": {"use_sliding_window": False, **_softmax_experts_to_hf(config)},
+    "glm4_moe": {
+      "use_qk_norm": config.qk_norm, "partial_rotary_factor": config.partial_rotary_factor, **_sigmoid_experts_to_hf(config),
+    },
+  }[config.model_type]
+  _check_round_trip(config, values)
+  return values
+
+
+def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
+  if scaling.rope_type == "default":
+    return None
+  names = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+  }[scaling.rope_type]
+  values = {name: getattr(scaling, name) for name in names}
+  return {"rope_type": scaling.rope_type, **{name: value for name, value in values.items() if value is not None}}
+
+
+def _softmax_experts_to_hf(config: ModelConfig) -> dict[str, Any]:
+  return {
+    "num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok,
+    "moe_intermediate_size": config.moe_intermediate_size, "norm_topk_prob": config.norm_topk_prob,
+    "decoder_sparse_step": config.decoder_sparse_step, "mlp_only_layers": list(config.mlp_only_layers),
+  }
+
+
+def _sigmoid_experts_to_hf(config: ModelConfig) -> dict[str, Any]:
+  return {
+    "n_routed_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok,
+    "moe_intermediate_size": config.moe_intermediate_size, "norm_topk_prob": config.norm_topk_prob,
+    "routed_scaling_factor": config.routed_scaling_factor, "n_group": config.n_group, "topk_group": config.topk_group,
+    "n_shared_experts": config.num_shared_experts, "first_k_dense_replace": config.first_dense_layers,
+    "num_nextn_predict_layers": 0,
+  }
+
+
+def _check_round_trip(config: ModelConfig, values: Mapping[str, Any]) -> None:
+  read = config_from_hf(values)
+  lost = {
+    field.name: getattr(config, field.name)
+    for field in dataclasses.fields(config)
+    if field.name not in _RUNTIME_FIELDS and getattr(config, field.name) != getattr(read, field.name)
+  }
+  if lost:
+    raise ValueError(f"model_type {config.model_type!r} cannot carry {lost}; choose another of {MODEL_TYPES}.")
+
+
+def is_mtp_tensor(name: str, config: ModelConfig) -> bool:
+  """Whether a tensor belongs to the multi-token-prediction layers that GLM appends, which the decoder does not use."""
+  match = re.match(r"model\.layers\.(\d+)\.", name)
+  return config.model_type == "glm4_moe" and match is not None and int(match.group(1)) >= config.num_layers

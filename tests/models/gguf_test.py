@@ -1,0 +1,83 @@
+"""GGUF files written here with the `gguf` package from the llama fixture."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from sao_jax import models
+from tests.models.checkpoint_test import FIXTURES
+
+_NAMES = {
+  "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+  "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
+  "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+
+
+def _interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+  """The row order that llama.cpp's converter gives q and k."""
+  return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _write(path: pathlib.Path, *, quantized: bool = False, **extra: Any) -> None:
+  tensors = safetensors.numpy.load_file(FIXTURES / "llama" / "model.safetensors")
+  writer = gguf.GGUFWriter(path, "llama")
+  writer.add_block_count(2)
+  writer.add_context_length(512)
+  writer.add_embedding_length(32)
+  writer.add_feed_forward_length(80)
+  writer.add_head_count(4)
+  writer.add_head_count_kv(2)
+  writer.add_key_length(16)
+  writer.add_rope_dimension_count(16)
+  writer.add_rope_freq_base(100_000.0)
+  writer.add_layer_norm_rms_eps(1e-6)
+  for name, value in extra.items():
+    writer.add_float32("llama." + name.replace("__", "."), value)
+  for name, value in tensors.items():
+    short = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(name)
+    if short is None:
+      _, _, layer, module = name.removesuffix(".weight").split(".", 3)
+      short = f"blk.{layer}.{_NAMES[module]}.weight"
+      heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(module)
+      value = _interleave(value, heads) if heads else value
+    if quantized and value.ndim == 2 and value.shape[1] % 32 == 0:
+      kind = gguf.GGMLQuantizationType.Q8_0
+      writer.add_tensor(short, gguf.quants.quantize(value, kind), raw_dtype=kind)
+    else:
+      writer.add_tensor(short, value)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+
+
+def test_equals_the_safetensors_model(tmp_path: pathlib.Path) -> None:
+  _write(tmp_path / "model.gguf")
+  config, params = models.load_gguf(tmp_path / "model.gguf")
+  want_config, want = models.load_hf(FIXTURES / "llama")
+  assert config == want_config
+  jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+def test_quantized_tensors_are_expanded(tmp_path: pathlib.Path) -> None:
+  _write(tmp_path / "model.gguf", quantized=True)
+  _, params = models.load_gguf(tmp_path / "model.gguf")
+  _, want = models.load_hf(FIXTURES / "llama")
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.01), params, want)
+
+
+def test_unsupported_keys_are_named(tmp_path: pathlib.Path) -> None:
+  _write(tmp_path / "model.gguf", logit_scale=2.0)
+  with pytest.raises(ValueError, match="logit_scale"):
+    models.load_gguf(tmp_path / "model.gguf")
+  _write(tmp_path / "wrong.gguf", rope__dimension_sections=2.0)
+  with pytest.raises(ValueError, match=r"rope\.dimension_sections"):
+    models.load_gguf(tmp_path / "wrong.gguf")
