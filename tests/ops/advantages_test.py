@@ -22,13 +22,14 @@ IMPLEMENTATIONS = ["sequential", "associative"]
 def implementation(request, monkeypatch):
   """Runs a test with the scan of the CPU and with that of accelerators."""
   if request.param == "associative":
-    monkeypatch.setattr(_recurrences, "gae", jax.jit(_recurrences.gae_associative))  # op by op it compiles dozens of slices
+    # Under jit: op by op it compiles dozens of slices.
+    monkeypatch.setattr(_recurrences, "gae", jax.jit(_recurrences.gae_associative))
     monkeypatch.setattr(_recurrences, "fill", jax.jit(_recurrences.fill_associative, static_argnames="reverse"))
   return request.param
 
 
 def packed_row(rng: np.random.Generator, length: int, segments: int):
-  """Random rewards, values, mask and segment ids (ascending from 1, padding at the end); NaN wherever nothing may be read."""
+  """Rewards, values, mask and segment ids (ascending from 1, padding at the end); NaN wherever nothing may be read."""
   cuts = np.sort(rng.choice(np.arange(1, length), size=segments, replace=False))
   ids = np.concatenate([np.full(n, i + 1) for i, n in enumerate(np.diff([0, *cuts, length]))])
   ids[ids == segments + 1] = 0
@@ -125,7 +126,8 @@ def test_nothing_masked_in_and_gradients_are_finite(implementation):
   bad = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1.0])
 
   def total(r, v, mask):
-    return advantages.skip_observation_gae(r, v, mask, discount=0.9, lambda_=0.8, segment_ids=jnp.array([1, 1, 2, 2])).sum()
+    ids = jnp.array([1, 1, 2, 2])
+    return advantages.skip_observation_gae(r, v, mask, discount=0.9, lambda_=0.8, segment_ids=ids).sum()
 
   for mask, expected in ((jnp.zeros(4, bool), np.zeros(4)), (jnp.array([0, 0, 0, 1]), [0, 0, 0, 1.0])):
     value, (g_r, g_v) = jax.value_and_grad(total, argnums=(0, 1))(bad, bad, mask)
@@ -194,7 +196,12 @@ def test_integer_rewards_and_half_precision_values():
   np.testing.assert_allclose(adv, [0.5, 0.5])
 
 
-@given(seed=st.integers(0, 2**32 - 1), packed=st.booleans(), turns=st.booleans(), step_value=st.sampled_from(["mean", "last"]))
+@given(
+  seed=st.integers(0, 2**32 - 1),
+  packed=st.booleans(),
+  turns=st.booleans(),
+  step_value=st.sampled_from(["mean", "last"]),
+)
 def test_step_level_gae_is_the_definition(seed, packed, turns, step_value):
   rng = np.random.default_rng(seed)
   r, v, mask, ids = packed_row(rng, T, 2)
@@ -213,7 +220,7 @@ def test_step_level_gae_is_the_definition(seed, packed, turns, step_value):
 
 
 @partial(jax.jit, static_argnums=8)
-def _STEP(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value):  # noqa: N802
+def _STEP(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value):
   return advantages.step_level_gae(
     r, v, mask, discount=discount, lambda_=lambda_, step_value=step_value, bootstrap_value=bootstrap, segment_ids=ids,
     turn_ids_t=turn_ids,
@@ -231,7 +238,8 @@ def test_touching_turns_are_two_steps_only_if_turn_ids_say_so():
 
 
 def test_length_adaptive_lambda():
-  np.testing.assert_allclose(advantages.length_adaptive_lambda(np.array([4, 1, 100, 0])), [5 / 6, 1 / 3, 149 / 150, 0], rtol=1e-6)
+  lengths, expected = np.array([4, 1, 100, 0]), [5 / 6, 1 / 3, 149 / 150, 0]
+  np.testing.assert_allclose(advantages.length_adaptive_lambda(lengths), expected, rtol=1e-6)
   assert float(advantages.length_adaptive_lambda(1, alpha=0.5)) == 0.0
   assert advantages.length_adaptive_lambda(jnp.int32(4)).dtype == jnp.float32
   with pytest.raises(ValueError, match="alpha"):
@@ -247,7 +255,8 @@ def test_length_adaptive_lambda():
 def test_group_relative_advantages_are_the_definition(pairs, normalize_std):
   ids, rewards = (np.array(x) for x in zip(*pairs, strict=True))
   actual = _GROUP(rewards, ids, normalize_std)
-  np.testing.assert_allclose(actual, oracles.group_advantages(rewards, ids, normalize_std=normalize_std), rtol=2e-3, atol=2e-4)
+  expected = oracles.group_advantages(rewards, ids, normalize_std=normalize_std)
+  np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-4)
 
 
 _GROUP = jax.jit(
@@ -278,7 +287,7 @@ def test_bad_input():
     gae(z, z, m, segment_ids=jnp.ones(2, int))
   with pytest.raises(TypeError, match="segment_ids must be integers"):
     gae(z, z, m, segment_ids=z)
-  with pytest.raises(ValueError, match="indexed by segment id.*ids up to 2 need at least 3 entries"):
+  with pytest.raises(ValueError, match=r"indexed by segment id.*ids up to 2 need at least 3 entries"):
     gae(z, z, m, segment_ids=jnp.array([1, 2, 2]), bootstrap_value=jnp.ones(2))
   with pytest.raises(ValueError, match="no segment_ids"):
     gae(z, z, m, bootstrap_value=jnp.ones(2))

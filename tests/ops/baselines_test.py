@@ -47,7 +47,7 @@ def test_unknown_prompts():
     state.update(np.array([0, 2]), np.ones(2))
   with pytest.raises(TypeError, match="prompt_ids must be integers"):
     state.update(np.array([0.0]), np.ones(1))
-  with pytest.raises(ValueError, match="RunningMean.update works on one stream"):
+  with pytest.raises(ValueError, match=r"RunningMean\.update works on one stream"):
     state.update(np.array([0, 1]), np.ones(3))
   with pytest.raises(ValueError, match="window=0"):
     baselines.init(2, window=0)

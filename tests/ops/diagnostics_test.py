@@ -16,7 +16,9 @@ from sao_jax import ops
 from sao_jax.ops import diagnostics
 
 ROWS = st.lists(st.tuples(*[st.floats(-5, 0, width=16)] * 2, st.booleans()), min_size=8, max_size=8)
-EV, ESS, KL = (jax.jit(f) for f in (diagnostics.explained_variance, diagnostics.effective_sample_size, diagnostics.approx_kl))
+EV = jax.jit(diagnostics.explained_variance)
+ESS = jax.jit(diagnostics.effective_sample_size)
+KL = jax.jit(diagnostics.approx_kl)
 
 
 @given(ROWS)

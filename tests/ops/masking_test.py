@@ -88,7 +88,7 @@ def test_alignment_shifts_right_by_one_on_any_axis_and_dtype():
 def test_bad_input():
   with pytest.raises(ValueError, match=r"x \(2,\), mask \(3,\)"):
     masking.masked_mean(jnp.zeros(2), jnp.zeros(3, bool))
-  with pytest.raises(TypeError, match="mask must be a bool mask.*float32"):
+  with pytest.raises(TypeError, match=r"mask must be a bool mask.*float32"):
     masking.masked_mean(jnp.zeros(2), jnp.zeros(2))
   with pytest.raises(ValueError, match="denominator must be a scalar"):
     masking.masked_mean(jnp.zeros(2), jnp.ones(2, bool), denominator=jnp.ones(2))

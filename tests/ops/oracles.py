@@ -1,4 +1,4 @@
-"""Slow references: NumPy float64, one loop each, written straight from the definitions and not from the implementation."""
+"""Slow references: NumPy float64, one loop each, written straight from the definitions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def at(x, t: int) -> float:
 
 
 def gae(r, v, mask, *, discount, lambda_, bootstrap=0.0, segment_ids=None) -> np.ndarray:
-  """Eqs. 4 and 5: GAE over the subsequence of action tokens. `bootstrap`: scalar, or [T] read at the last action token."""
+  """Eqs. 4, 5: GAE over the subsequence of action tokens. `bootstrap`: scalar, or [T] read at the last action token."""
   out = np.zeros(len(mask))
   for chain in action_chains(mask, segment_ids):
     next_v, next_adv = at(bootstrap, chain[-1]), 0.0
@@ -35,7 +35,9 @@ def gae(r, v, mask, *, discount, lambda_, bootstrap=0.0, segment_ids=None) -> np
   return out
 
 
-def step_gae(r, v, mask, *, discount, lambda_, step_value, bootstrap=0.0, segment_ids=None, turn_ids=None) -> np.ndarray:
+def step_gae(
+  r, v, mask, *, discount, lambda_, step_value, bootstrap=0.0, segment_ids=None, turn_ids=None
+) -> np.ndarray:
   """Appendix A.1: GAE over steps, one advantage for all tokens of a step."""
   out = np.zeros(len(mask))
   for chain in action_chains(mask, segment_ids):

@@ -38,8 +38,8 @@ def test_gradients_flow_to_v_alone_and_are_finite_off_the_mask():
 
 
 def test_clipping_takes_the_worse_error():
-  loss = value_losses.clipped_value_loss(jnp.array([1.0]), jnp.array([0.0]), jnp.array([1.0]), jnp.array([True]), clip=0.2)
-  np.testing.assert_allclose(loss, [0.64], rtol=1e-6)
+  loss = value_losses.clipped_value_loss(1.0, 0.0, 1.0, True, clip=0.2)
+  np.testing.assert_allclose(loss, 0.64, rtol=1e-6)
 
 
 def test_bad_input():
