@@ -1,0 +1,23 @@
+"""Sharding: the mesh, the table of where arrays live, and functions on it; `distributed` for several processes."""
+
+from __future__ import annotations
+
+from sao_jax.sharding.mesh import AXES, MeshConfig, make_mesh, parse_mesh
+from sao_jax.sharding.rules import Rule, batch_shardings, cache_shardings, replicated, shardings_for
+from sao_jax.sharding.step import hold_sharded, jit_step, on_mesh, place
+
+__all__ = [
+  "AXES",
+  "MeshConfig",
+  "Rule",
+  "batch_shardings",
+  "cache_shardings",
+  "hold_sharded",
+  "jit_step",
+  "make_mesh",
+  "on_mesh",
+  "parse_mesh",
+  "place",
+  "replicated",
+  "shardings_for",
+]

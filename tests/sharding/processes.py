@@ -1,0 +1,34 @@
+"""Starts test programs in processes of their own, with virtual CPU devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def start(module: str, *args: str, devices: int, **environment: str) -> subprocess.Popen[str]:
+  """Starts `python -m module args` with `devices` virtual CPU devices, and a compiler that takes no pains."""
+  flags = (
+    f"--xla_force_host_platform_device_count={devices}",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+  )
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), **environment}
+  command = [sys.executable, "-m", module, *args]
+  return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str], timeout: float) -> Any:
+  """The JSON object on the last line of its output."""
+  try:
+    output, errors = process.communicate(timeout=timeout)
+  finally:
+    process.kill()
+  assert process.returncode == 0, errors
+  return json.loads(output.splitlines()[-1])
