@@ -1,0 +1,76 @@
+"""What the benchmarks of sampler and engine share: the model, the raw sampler's loop, the machine's matmul limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax.models import ModelConfig, cached_policy
+from sao_jax.rollout import Sampler, SamplerSpec
+from sao_jax.rollout.config import bucket
+from sao_jax.rollout.sampler import PrefillRow
+from sao_jax.types import Params
+
+MODEL = ModelConfig(
+  vocab_size=1024,
+  hidden_size=128,
+  num_layers=4,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=32,
+  intermediate_size=384,
+  rope_theta=1_000_000.0,
+)
+POLICY = cached_policy(MODEL)
+PROMPT_TOKENS = 32
+
+
+def flops_per_token(config: ModelConfig, length: float) -> float:
+  """Multiply-adds times two of one decoded token at a context of `length`: projections, head, attention."""
+  heads = config.num_heads * config.head_dim
+  key_value_heads = config.num_kv_heads * config.head_dim
+  per_layer = config.hidden_size * (2 * heads + 2 * key_value_heads + 3 * config.intermediate_size)
+  dense = config.num_layers * per_layer + config.hidden_size * config.vocab_size
+  return 2.0 * dense + 4.0 * config.num_layers * heads * length
+
+
+def matmul_gflops(size: int = 1024, seconds: float = 0.3) -> float:
+  """Best rate of square float32 matmuls."""
+  multiply = jax.jit(jnp.dot)
+  a = jnp.ones((size, size), jnp.float32)
+  jax.block_until_ready(multiply(a, a))
+  best, deadline = float("inf"), time.perf_counter() + seconds
+  while time.perf_counter() < deadline:
+    began = time.perf_counter()
+    jax.block_until_ready(multiply(a, a))
+    best = min(best, time.perf_counter() - began)
+  return 2.0 * size**3 / best / 1e9
+
+
+def raw_decoder(
+  params: Params, *, slots: int, new_tokens: int, chunk_steps: int, live_buckets: tuple[int, ...]
+) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+  """`f(seed)`: prefills `slots` random prompts, decodes `new_tokens` for each, returns tokens and log-probs `[N, S]`."""
+  spec = SamplerSpec(model=POLICY, chunk_steps=chunk_steps, temperature=1.0, stop_ids=())
+  sampler = Sampler(spec, num_slots=slots, max_len=live_buckets[-1])
+  prompts = np.random.default_rng(0).integers(1, MODEL.vocab_size, (slots, PROMPT_TOKENS)).astype(np.int32)
+  base = jax.random.key(0, impl="threefry2x32")
+
+  def generate(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    key = jax.random.fold_in(base, seed)
+    rows = [PrefillRow(s, 0, prompts[s, :-1], int(prompts[s, -1]), new_tokens, True, s) for s in range(slots)]
+    sampler.prefill(
+      params, rows, num_rows=slots, width=PROMPT_TOKENS, live_len=bucket(live_buckets, PROMPT_TOKENS)
+    )
+    chunks = []
+    for done in range(0, new_tokens, chunk_steps):
+      need = PROMPT_TOKENS - 1 + min(done + chunk_steps, new_tokens)
+      chunks.append(sampler.fetch(sampler.decode(params, key, live_len=bucket(live_buckets, need))))
+    tokens, logp = (np.concatenate([getattr(x, name) for x in chunks])[:new_tokens] for name in ("tokens", "logp"))
+    return tokens, logp
+
+  return generate

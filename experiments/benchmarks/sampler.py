@@ -1,0 +1,145 @@
+"""Decoding speed: `python -m experiments.benchmarks.sampler`.
+
+A Qwen3 model with random weights (4 layers, d 128, 4 query and 2 key/value heads of 32, MLP 384, vocabulary 1,024,
+float32), 32 slots, prompts of 32 tokens, 256 new tokens at temperature 1, log-probs returned. This library's sampler
+and, where google-tunix is installed, its `tunix.generate.sampler.Sampler` take turns in one process; the best of each is
+kept, as is the best rate of a large float32 matmul, so that what else the machine does falls on all alike.
+
+`share_of_limit` = tokens/s * FLOPs per token (projections, head and attention at the mean length) / the matmul rate.
+
+Predictions written down before anything was tuned (2 cores): Tunix 2,800 tokens/s, as measured for MATERIAL.md; the step
+of 32 tokens costs 1.5 ms for its matmuls (32 rows reach about half of the limit), 0.5 ms for attention, 0.3 ms for
+sampling, 0.3 ms for the rest: 12,000 tokens/s, 4.4 times Tunix, 35 % of the limit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from experiments.benchmarks import decoding
+from sao_jax.models import init_policy
+
+_SLOTS = flags.DEFINE_integer("slots", 32, "Sequences decoded at once.", lower_bound=1)
+_NEW_TOKENS = flags.DEFINE_integer("new_tokens", 256, "New tokens of each sequence.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Rounds; the best of each contender counts.", lower_bound=1)
+_CHUNK_STEPS = flags.DEFINE_integer("chunk_steps", 32, "Decode steps per jitted chunk.", lower_bound=1)
+
+
+class _NumberTokenizer:
+  """Tunix wants a tokenizer: token ids written as decimal numbers."""
+
+  def encode(self, text: str, **_: Any) -> list[int]:
+    return [int(x) for x in text.split()]
+
+  def decode(self, ids: list[int], **_: Any) -> str:
+    return " ".join(map(str, ids))
+
+  def bos_id(self) -> int:
+    return 1
+
+  def eos_id(self) -> int:
+    return decoding.MODEL.vocab_size + 1  # never sampled: all sequences have full length, as ours do
+
+  def pad_id(self) -> int:
+    return 0
+
+
+def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
+  """`f(seed)` -> number of tokens that Tunix's sampler returned; None where Tunix is not installed."""
+  try:
+    from flax import nnx
+    from tunix.generate import sampler as tunix_sampler
+    from tunix.models.qwen3 import model as tunix_qwen3
+  except ImportError as error:
+    print(f"google-tunix is not compared: {error}")
+    return None
+  config = decoding.MODEL
+  model = tunix_qwen3.Qwen3(
+    tunix_qwen3.ModelConfig(
+      num_layers=config.num_layers,
+      vocab_size=config.vocab_size,
+      embed_dim=config.hidden_size,
+      hidden_dim=config.intermediate_size,
+      num_heads=config.num_heads,
+      head_dim=config.head_dim,
+      num_kv_heads=config.num_kv_heads,
+      rope_theta=int(config.rope_theta),
+      norm_eps=config.norm_eps,
+      use_tied_embedding=config.tie_word_embeddings,
+    ),
+    rngs=nnx.Rngs(0),
+  )
+  length = decoding.PROMPT_TOKENS + new_tokens
+  sampler = tunix_sampler.Sampler(
+    model,
+    _NumberTokenizer(),
+    tunix_sampler.CacheConfig(
+      cache_size=length, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
+    ),
+  )
+  # It puts a first token before each prompt.
+  prompts = [" ".join(str(1 + (s * 31 + i) % 1000) for i in range(decoding.PROMPT_TOKENS - 1)) for s in range(slots)]
+
+  def generate(seed: int) -> int:
+    out = sampler(
+      prompts,
+      max_generation_steps=new_tokens,
+      max_prompt_length=decoding.PROMPT_TOKENS,
+      return_logprobs=True,
+      temperature=1.0,
+      top_p=1.0,
+      seed=seed,
+    )
+    return sum(len(x) for x in out.tokens)
+
+  return generate
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  slots, new_tokens = _SLOTS.value, _NEW_TOKENS.value
+  length = decoding.PROMPT_TOKENS + new_tokens
+  params = init_policy(decoding.MODEL, jax.random.key(0))
+  ours = decoding.raw_decoder(
+    params,
+    slots=slots,
+    new_tokens=new_tokens,
+    chunk_steps=min(_CHUNK_STEPS.value, new_tokens),
+    live_buckets=tuple(range(64, length, 64)) + (length,),
+  )
+  contenders: dict[str, Callable[[int], int]] = {"sao_jax": lambda seed: ours(seed)[0].size}
+  if (tunix := tunix_decoder(slots, new_tokens)) is not None:
+    contenders["tunix"] = tunix
+  for generate in contenders.values():
+    generate(0)  # compiles
+  rates = dict.fromkeys(contenders, 0.0)
+  gflops = 0.0
+  for seed in range(1, _REPEATS.value + 1):
+    gflops = max(gflops, decoding.matmul_gflops())
+    for name, generate in contenders.items():
+      began = time.perf_counter()
+      rates[name] = max(rates[name], generate(seed) / (time.perf_counter() - began))
+  flops = decoding.flops_per_token(decoding.MODEL, decoding.PROMPT_TOKENS + new_tokens / 2)
+  result = {
+    "tokens_per_s": rates["sao_jax"],
+    "tunix_tokens_per_s": rates.get("tunix"),
+    "ratio_to_tunix": rates["sao_jax"] / rates["tunix"] if "tunix" in rates else None,
+    "matmul_gflops": gflops,
+    "share_of_limit": rates["sao_jax"] * flops / (gflops * 1e9),
+  }
+  print(f"{slots} slots, {new_tokens} new tokens, {flops / 1e6:.2f} MFLOP per token, on {jax.devices()[0].device_kind}")
+  for name, rate in rates.items():
+    print(f"  {name:<8} {rate:>9,.0f} tokens/s  {rate * flops / 1e9:>6.1f} GFLOP/s")
+  print(f"  matmul   {gflops:>6.1f} GFLOP/s; share of it: {result['share_of_limit']:.1%}")
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  app.run(main)
