@@ -1,0 +1,90 @@
+"""What an episode costs: turns, tokens and tool latencies, from distributions or from recorded trajectories."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Protocol
+
+import numpy as np
+
+from sao_jax.io import trajectories as trajectory_io
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Episode:
+  """The cost of one episode."""
+
+  tokens: int
+  """Action tokens."""
+  turns: int
+  tool_s: float
+  """Seconds spent waiting for the environment, in all turns together."""
+
+
+class Workload(Protocol):
+  """Draws episodes."""
+
+  def draw(self, rng: np.random.Generator) -> Episode: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogNormal:
+  """median * exp(sigma * N(0, 1)); sigma 0 is a constant."""
+
+  median: float
+  sigma: float = 0.0
+
+  def __post_init__(self) -> None:
+    if self.median < 0 or self.sigma < 0:
+      raise ValueError(f"LogNormal needs median >= 0 and sigma >= 0; received {self.median} and {self.sigma}.")
+
+  def draw(self, rng: np.random.Generator, size: int) -> np.ndarray:
+    return self.median * np.exp(self.sigma * rng.standard_normal(size))
+
+  @property
+  def mean(self) -> float:
+    return self.median * math.exp(self.sigma**2 / 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distributions:
+  """Independent log-normal turns, tokens per action and latencies; the episode is cut at either limit."""
+
+  turns: LogNormal
+  tokens: LogNormal
+  """Per action."""
+  tool_s: LogNormal
+  """Seconds per call; the last action of an episode calls no tool."""
+  max_turns: int
+  max_tokens: int
+
+  def draw(self, rng: np.random.Generator) -> Episode:
+    turns = min(self.max_turns, max(1, round(float(self.turns.draw(rng, 1)[0]))))
+    tokens = np.maximum(1, np.rint(self.tokens.draw(rng, turns)))
+    total = np.cumsum(tokens)
+    turns = min(turns, int(np.searchsorted(total, self.max_tokens)) + 1)
+    waits = self.tool_s.draw(rng, turns - 1)
+    return Episode(tokens=int(min(total[turns - 1], self.max_tokens)), turns=turns, tool_s=float(waits.sum()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+  """Draws from recorded episodes; a trajectory does not hold its tools' latencies, so these have a distribution."""
+
+  episodes: tuple[tuple[int, int], ...]
+  """`(action tokens, turns)` of each."""
+  tool_s: LogNormal
+
+  @classmethod
+  def read(cls, path: str | os.PathLike[str], *, tool_s: LogNormal) -> Recorded:
+    """Reads a `trajectories.jsonl`."""
+    recorded = tuple((t.num_actions, t.num_turns) for t in trajectory_io.read(path))
+    if not recorded:
+      raise ValueError(f"{path} holds no trajectory.")
+    return cls(recorded, tool_s)
+
+  def draw(self, rng: np.random.Generator) -> Episode:
+    tokens, turns = self.episodes[int(rng.integers(len(self.episodes)))]
+    return Episode(tokens=tokens, turns=turns, tool_s=float(self.tool_s.draw(rng, max(0, turns - 1)).sum()))

@@ -1,0 +1,239 @@
+"""Plans a cluster before it is built: throughput, utilisation and staleness by schedule, and the best split of chips.
+
+    python -m experiments.simulate_cluster                             # the paper's setting, see PAPER
+    python -m experiments.simulate_cluster --trajectories=runs/x/trajectories.jsonl --slots=32 --token_s=0.004
+
+Prints a row per schedule, then the best split of `--chips`, then one JSON object on the last line. With `--plots=DIR`
+it also draws the speed-up against the number of engines, and utilisation and staleness. Lengths, latencies and speeds
+of the paper's setting are assumptions (the paper gives limits, 128k tokens and 300 turns, not distributions): read
+trends, not digits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from absl import app, flags
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments import plots
+from experiments.cluster.simulator import ClusterConfig, Result, simulate
+from experiments.cluster.workload import Distributions, LogNormal, Recorded, Workload
+
+PAPER_WORKLOAD = Distributions(
+  turns=LogNormal(median=60, sigma=0.7),
+  tokens=LogNormal(median=220, sigma=0.9),
+  tool_s=LogNormal(median=1.5, sigma=1.4),
+  max_turns=300,
+  max_tokens=131_072,
+)
+"""A coding agent: some 25k action tokens in 75 turns, tools of 4 s on average with a long tail (assumed)."""
+
+PAPER = ClusterConfig(
+  num_engines=16, slots=16, token_s=0.02, turn_s=0.15, batch_size=128, group_size=8, train_s=20.0, train_token_s=2.5e-5,
+  transfer_s=4.0, max_staleness=8,
+)  # fmt: skip
+"""16 engines of 16 slots at 50 tokens/s per slot, a trainer of some 100 s per step (assumed)."""
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+  "sync": {"schedule": "sync"},
+  "group_async": {"schedule": "group_async", "in_flight": False},
+  "group_async_in_flight": {"schedule": "group_async"},
+  "async": {"schedule": "async", "in_flight": False},
+  "async_in_flight": {"schedule": "async"},
+}
+"""The schedules compared: what each changes in a cluster."""
+
+COLORS: Mapping[str, str] = {
+  "sync": plots.GREY,
+  "group_async": "#e8b98a",
+  "group_async_in_flight": plots.ORANGE,
+  "async": "#9dbfe4",
+  "async_in_flight": plots.BLUE,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+  """A way to divide chips between trainer and engines."""
+
+  trainer_chips: int
+  num_engines: int
+  result: Result
+
+
+def compare(config: ClusterConfig, workload: Workload, *, num_steps: int = 40, seed: int = 0) -> dict[str, Result]:
+  """Simulates all `VARIANTS` of a cluster on the same workload."""
+  return {
+    name: simulate(dataclasses.replace(config, **change), workload, num_steps=num_steps, seed=seed)
+    for name, change in VARIANTS.items()
+  }
+
+
+def best_split(
+  config: ClusterConfig,
+  workload: Workload,
+  *,
+  chips: int,
+  chips_per_engine: int,
+  reference_trainer_chips: int,
+  num_steps: int = 20,
+  seed: int = 0,
+) -> list[Split]:
+  """Tries splits of a fixed number of chips; best first.
+
+  Args:
+    config: the cluster; its `train_s` and `train_token_s` are those of `reference_trainer_chips`, and a trainer of n
+      chips is taken to need `reference_trainer_chips / n` of them.
+    workload: the episodes.
+    chips: chips in all.
+    chips_per_engine: chips of one engine.
+    reference_trainer_chips: see `config`.
+    num_steps: trainer steps per simulation.
+    seed: of the episodes.
+  """
+  if chips < chips_per_engine + 1:
+    raise ValueError(f"chips must be at least chips_per_engine + 1 = {chips_per_engine + 1}; received {chips}.")
+  most = (chips - 1) // chips_per_engine
+  splits = []
+  for num_engines in sorted({max(1, round(most * k / 16)) for k in range(1, 17)}):
+    trainer_chips = chips - num_engines * chips_per_engine
+    slower = reference_trainer_chips / trainer_chips
+    candidate = dataclasses.replace(
+      config, num_engines=num_engines, train_s=config.train_s * slower, train_token_s=config.train_token_s * slower
+    )
+    result = simulate(candidate, workload, num_steps=num_steps, seed=seed)
+    splits.append(Split(trainer_chips=trainer_chips, num_engines=num_engines, result=result))
+  return sorted(splits, key=lambda split: -split.result.trajectories_per_s)
+
+
+def sweep_engines(
+  config: ClusterConfig, workload: Workload, counts: Sequence[int], *, num_steps: int = 20, seed: int = 0
+) -> dict[str, list[float]]:
+  """Trajectories per second of every variant, by number of engines."""
+  rates: dict[str, list[float]] = {name: [] for name in VARIANTS}
+  for count in counts:
+    for name, result in compare(
+      dataclasses.replace(config, num_engines=count), workload, num_steps=num_steps, seed=seed
+    ).items():
+      rates[name].append(result.trajectories_per_s)
+  return rates
+
+
+def plot_sweep(path: pathlib.Path, counts: Sequence[int], rates: Mapping[str, Sequence[float]]) -> None:
+  """Draws throughput, and speed-up over sync at the same number of engines."""
+  with mpl.rc_context(plots.STYLE):
+    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for name, values in rates.items():
+      left.plot(counts, values, color=COLORS[name], linewidth=1.8, label=name.replace("_", " "))
+      if name != "sync":
+        speedups = [value / base for value, base in zip(values, rates["sync"], strict=True)]
+        right.plot(counts, speedups, color=COLORS[name], linewidth=1.8)
+    left.set_xscale("log", base=2)
+    left.set_yscale("log")
+    left.set(title="Throughput", xlabel="engines", ylabel="trajectories per second")
+    left.legend(loc="best")
+    right.set_xscale("log", base=2)
+    right.set(title="Speed-up over sync with as many engines", xlabel="engines", ylabel="times")
+    right.set_ylim(bottom=0.0)
+    figure.savefig(path)
+
+
+def plot_comparison(path: pathlib.Path, results: Mapping[str, Result]) -> None:
+  """Draws utilisation of both sides, and staleness."""
+  with mpl.rc_context(plots.STYLE):
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    places = range(len(results))
+    left.barh([p - 0.19 for p in places], [r.slot_utilisation for r in results.values()], 0.36, color=plots.BLUE)
+    left.barh([p + 0.19 for p in places], [r.trainer_utilisation for r in results.values()], 0.36, color=plots.ORANGE)
+    left.set_yticks(list(places), [name.replace("_", " ") for name in results])
+    left.invert_yaxis()
+    left.set(title="Utilisation", xlabel="share of time: slots decoding (blue), trainer (orange)", xlim=(0, 1))
+    for name, result in results.items():
+      total = sum(result.staleness.values())
+      shares = [count / total for count in result.staleness.values()]
+      label = name.replace("_", " ")
+      right.plot(list(result.staleness), shares, color=COLORS[name], marker="o", markersize=3, label=label)
+    right.set(title="Staleness", xlabel="policy versions", ylabel="share of trajectories", ylim=(0, 1))
+    right.legend(loc="best")
+    figure.savefig(path)
+
+
+def print_table(results: Mapping[str, Result]) -> None:
+  """Prints a row per schedule."""
+  base = results["sync"].trajectories_per_s
+  widths = {"traj/s": 9, "speed-up": 10, "tokens/s": 11, "slots": 8, "trainer": 9, "staleness": 11, "dropped": 9}
+  print(f"{'schedule':24}" + "".join(f"{head:>{width}}" for head, width in widths.items()))
+  for name, r in results.items():
+    print(
+      f"{name:24}{r.trajectories_per_s:9.3f}{r.trajectories_per_s / base:9.2f}x{r.tokens_per_s:11.0f}"
+      f"{r.slot_utilisation:8.1%}{r.trainer_utilisation:9.1%}{r.staleness_mean:11.2f}{r.dropped:9d}"
+    )
+
+
+_TRAJECTORIES = flags.DEFINE_string("trajectories", None, "Take lengths from this trajectories.jsonl.")
+_TOOL_S = flags.DEFINE_float("tool_s", PAPER_WORKLOAD.tool_s.median, "Median tool latency in seconds.")
+_TOOL_SIGMA = flags.DEFINE_float("tool_sigma", PAPER_WORKLOAD.tool_s.sigma, "Sigma of its log-normal.")
+_CHIPS = flags.DEFINE_integer("chips", 256, "Chips to split between trainer and engines.")
+_CHIPS_PER_ENGINE = flags.DEFINE_integer("chips_per_engine", 8, "Chips of one engine.")
+_TRAINER_CHIPS = flags.DEFINE_integer("trainer_chips", 64, "Chips that --train_s and --train_token_s are for.")
+_PLOTS = flags.DEFINE_string("plots", None, "Folder for the plots; none if not given.")
+_STEPS = flags.DEFINE_integer("steps", 40, "Trainer steps measured per simulation.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the episodes.", lower_bound=0)
+_CLUSTER = {
+  field.name: (flags.DEFINE_float if isinstance(getattr(PAPER, field.name), float) else flags.DEFINE_integer)(
+    field.name, getattr(PAPER, field.name), f"ClusterConfig.{field.name}."
+  )
+  for field in dataclasses.fields(ClusterConfig)
+  if field.name not in ("schedule", "in_flight")
+}
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
+  tool_s = LogNormal(median=_TOOL_S.value, sigma=_TOOL_SIGMA.value)
+  workload: Workload = dataclasses.replace(PAPER_WORKLOAD, tool_s=tool_s)
+  if _TRAJECTORIES.value is not None:
+    workload = Recorded.read(_TRAJECTORIES.value, tool_s=tool_s)
+  config = dataclasses.replace(PAPER, **{name: flag.value for name, flag in _CLUSTER.items()})
+  results = compare(config, workload, num_steps=_STEPS.value, seed=_SEED.value)
+  print_table(results)
+  splits = best_split(
+    config, workload, chips=_CHIPS.value, chips_per_engine=_CHIPS_PER_ENGINE.value,
+    reference_trainer_chips=_TRAINER_CHIPS.value, num_steps=_STEPS.value, seed=_SEED.value,
+  )  # fmt: skip
+  best = splits[0]
+  print(
+    f"best split of {_CHIPS.value} chips (async, in flight): {best.num_engines} engines of {_CHIPS_PER_ENGINE.value} "
+    f"and {best.trainer_chips} for the trainer: {best.result.trajectories_per_s:.3f} trajectories/s"
+  )
+  if _PLOTS.value is not None:
+    folder = pathlib.Path(_PLOTS.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = [2**k for k in range(13)]
+    rates = sweep_engines(config, workload, counts, seed=_SEED.value)
+    plot_sweep(folder / "cluster_speedup.png", counts, rates)
+    plot_comparison(folder / "cluster_utilisation.png", results)
+  summary = {
+    "trajectories_per_s": {name: result.trajectories_per_s for name, result in results.items()},
+    "slot_utilisation": {name: result.slot_utilisation for name, result in results.items()},
+    "trainer_utilisation": {name: result.trainer_utilisation for name, result in results.items()},
+    "staleness_mean": {name: result.staleness_mean for name, result in results.items()},
+    "best_split": {"num_engines": best.num_engines, "trainer_chips": best.trainer_chips},
+  }
+  print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+  app.run(main)
