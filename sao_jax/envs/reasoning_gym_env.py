@@ -1,0 +1,95 @@
+"""Any task of the reasoning-gym package as a single-turn environment: a question, an answer between tags, a score."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from sao_jax.envs.text_game import Reply, Template, TextGame
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReasoningGymConfig:
+  """Which task, and how hard.
+
+  Raises:
+    ValueError: a field outside its range.
+  """
+
+  task: str
+  """The package's name of the task: `"chain_sum"`, `"graph_color"`, ..."""
+  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Difficulty settings of the task, by the package's names: `{"min_terms": 2}`. They win over the curriculum's."""
+  level: int | None = None
+  """Level of the task's curriculum, from 0, for all its attributes (each stops at its highest); None: the defaults."""
+  attribute_levels: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  """Levels of single attributes of the curriculum, over `level`."""
+  size: int = 10_000
+  """Number of problems; task indices beyond it start again from the first."""
+  seed: int = 0
+  """Which problems: use different seeds, at least `size` apart, for training and evaluation."""
+  instruction: str = "Give the final answer between <answer> and </answer>."
+  """Stands below the question; empty for none."""
+  success_threshold: float = 1.0
+  """Score from which an episode counts as a success. The reward is the score itself, in [0, 1]."""
+  max_turns: int = 1
+  template: Template = Template()
+
+  def __post_init__(self) -> None:
+    if self.size < 1:
+      raise ValueError(f"ReasoningGymConfig.size must be at least 1; received {self.size!r}.")
+    if self.level is not None and self.level < 0:
+      raise ValueError(f"ReasoningGymConfig.level must be None or at least 0; received {self.level!r}.")
+    if not 0.0 < self.success_threshold <= 1.0:
+      raise ValueError(f"ReasoningGymConfig.success_threshold must be in (0, 1]; received {self.success_threshold!r}.")
+
+
+class ReasoningGym(TextGame):
+  """One problem per episode; the answer is what stands between the last `<answer>` and `</answer>`, else nothing.
+
+  Raises:
+    ValueError: an unknown task, setting, curriculum or attribute.
+  """
+
+  def __init__(self, config: ReasoningGymConfig):
+    super().__init__(max_turns=config.max_turns, template=config.template)
+    self.config = config
+    self._dataset = _make_dataset(config)
+    self._entry: dict[str, Any] = {}
+
+  def start(self, task_index: int) -> str:
+    self._entry = self._dataset[task_index % self.config.size]
+    return "\n".join(filter(None, (self._entry["question"], self.config.instruction)))
+
+  def play(self, text: str) -> Reply:
+    from reasoning_gym.utils import extract_answer
+
+    answer = extract_answer(text)
+    score = 0.0 if answer is None else float(self._dataset.score_answer(answer, self._entry))
+    info = {"success": score >= self.config.success_threshold, "answered": answer is not None, "score": score}
+    return Reply(reward=score, done=True, info=info)
+
+
+def _make_dataset(config: ReasoningGymConfig) -> Any:
+  import reasoning_gym
+  from reasoning_gym.factory import DATASETS, create_curriculum, has_curriculum
+
+  if config.task not in DATASETS:
+    raise ValueError(f"task must be one of {sorted(DATASETS)}; received {config.task!r}.")
+  settings: dict[str, Any] = {}
+  if config.level is not None or config.attribute_levels:
+    if not has_curriculum(config.task):
+      raise ValueError(f"level must be None: task {config.task!r} has no curriculum.")
+    curriculum = create_curriculum(config.task)
+    curriculum.set_global_level(config.level or 0)
+    for name, level in config.attribute_levels.items():
+      if name not in curriculum.attributes:
+        raise ValueError(f"attribute_levels must name some of {sorted(curriculum.attributes)}; received {name!r}.")
+      curriculum.set_attr_level(name, level)
+    settings = dict(vars(curriculum.generate_configuration()))
+  settings |= {**config.settings, "size": config.size, "seed": config.seed}
+  try:
+    return reasoning_gym.create_dataset(config.task, **settings)
+  except (TypeError, AssertionError) as error:
+    raise ValueError(f"settings do not fit task {config.task!r}: {error}; received {dict(config.settings)}.") from error

@@ -1,0 +1,121 @@
+"""What the adapters share: a template for the turns, and an environment whose actions are free text."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sao_jax.envs import base
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Template:
+  """How the turns of an episode are written; each text stands at the `{}`.
+
+  The default is that of `base.Tag`; for a model from elsewhere, write its own (see `CHATML`).
+
+  Raises:
+    ValueError: a part without exactly one `{}`, or an empty `end`.
+  """
+
+  system: str = f"{base.Tag.SYSTEM}{{}}"
+  user: str = f"{base.Tag.USER}{{}}{base.Tag.ASSISTANT}"
+  """Ends where the model begins to write."""
+  observation: str = f"{base.Tag.OUTPUT}{{}}{base.Tag.ASSISTANT}"
+  """Follows the model's `end`; ends where it begins to write again."""
+  end: str = base.Tag.END
+  """What ends an action."""
+  reserved: tuple[str, ...] = ("<|",)
+  """Beginnings of tags: broken up by a space in every text that comes from outside, which could else fake a turn."""
+
+  def __post_init__(self) -> None:
+    for name in ("system", "user", "observation"):
+      if getattr(self, name).count("{}") != 1:
+        raise ValueError(f"Template.{name} must hold {{}} exactly once; received {getattr(self, name)!r}.")
+    if not self.end:
+      raise ValueError("Template.end must not be empty.")
+
+  def prompt(self, text: str, *, system: str = "") -> str:
+    """The first text of an episode."""
+    return (self._fill(self.system, system) if system else "") + self._fill(self.user, text)
+
+  def reply(self, text: str) -> str:
+    """What follows an action."""
+    return self._fill(self.observation, text)
+
+  def _fill(self, part: str, text: str) -> str:
+    for tag in self.reserved:
+      text = text.replace(tag, f"{tag[:1]} {tag[1:]}")
+    return part.replace("{}", text)
+
+
+CHATML = Template(
+  system="<|im_start|>system\n{}<|im_end|>\n",
+  user="<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+  observation="\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+  end="<|im_end|>",
+)
+"""The template of Qwen, SmolLM2 and many others."""
+
+
+class Reply(NamedTuple):
+  """What a game answers to one move."""
+
+  text: str = ""
+  reward: float = 0.0
+  done: bool = False
+  truncated: bool = False
+  info: Mapping[str, Any] = {}
+
+
+class TextGame(base.Environment, abc.ABC):
+  """An environment whose actions are free text up to the template's `end`: counts turns, writes the template.
+
+  Out of turns, the episode is truncated with whatever it has earned. `info["success"]` is whether the episode's rewards
+  sum to more than 0, unless the game says otherwise. An action that was cut off before its `end` is played as it is.
+  """
+
+  def __init__(self, *, max_turns: int, template: Template, system_prompt: str = ""):
+    if max_turns < 1:
+      raise ValueError(f"max_turns must be at least 1; received {max_turns!r}.")
+    self.template = template
+    self._max_turns = max_turns
+    self._system_prompt = system_prompt
+    self._turns = 0
+    self._total = 0.0
+    self._running = False
+
+  @abc.abstractmethod
+  def start(self, task_index: int) -> str:
+    """Starts game number `task_index` and returns its first text."""
+
+  @abc.abstractmethod
+  def play(self, text: str) -> Reply:
+    """Plays one move."""
+
+  def reset(self, task_index: int) -> str:
+    if isinstance(task_index, bool) or not isinstance(task_index, int) or task_index < 0:
+      raise ValueError(f"task_index must be an int >= 0; received {task_index!r}.")
+    self._turns, self._total, self._running = 0, 0.0, False
+    prompt = self.template.prompt(self.start(task_index), system=self._system_prompt)
+    self._running = True
+    return prompt
+
+  def step(self, action: str) -> base.Step:
+    if not self._running:
+      raise RuntimeError("step was called before reset, or after the episode's end.")
+    self._turns += 1
+    reply = self.play(action.removesuffix(self.template.end).strip())
+    self._total += reply.reward
+    truncated = reply.truncated or (not reply.done and self._turns >= self._max_turns)
+    done = reply.done or truncated
+    if not done:
+      return base.Step(observation=self.template.reply(reply.text), reward=float(reply.reward), info=dict(reply.info))
+    self._running = False
+    info = {"success": self._total > 0, "turns": self._turns, "last_text": reply.text, **reply.info}
+    return base.Step(reward=float(reply.reward), done=True, truncated=truncated, info=info)
+
+  def close(self) -> None:
+    self._running = False

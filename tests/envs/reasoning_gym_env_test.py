@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from sao_jax.envs.reasoning_gym_env import ReasoningGym, ReasoningGymConfig
+
+
+@pytest.mark.parametrize("task", ["leg_counting", "spell_backward", "letter_counting", "number_sorting", "products"])
+def test_the_right_answer_between_tags_scores_one(task: str) -> None:
+  env = ReasoningGym(ReasoningGymConfig(task=task, size=20))
+  for i in (0, 7, 27):
+    prompt = env.reset(i)
+    assert prompt.startswith("<|user|>") and prompt.endswith("</answer>.<|assistant|>")
+    right = env._entry["answer"]
+    step = env.step(f"<answer>1</answer> hm, no: <answer>{right}</answer><|end|>")
+    assert step.done and not step.truncated and step.reward == 1.0 and step.info["success"]
+  assert prompt == env.reset(7)
+
+
+def test_wrong_missing_and_partial_answers() -> None:
+  env = ReasoningGym(ReasoningGymConfig(task="chain_sum"))
+  env.reset(0)
+  assert env.step("<answer>nothing</answer><|end|>").reward == 0.0
+  env.reset(0)
+  step = env.step(f"{env._entry['answer']}<|end|>")
+  assert step.reward == 0.0 and not step.info["answered"] and not step.info["success"]
+  env.reset(0)
+  step = env.step(f"<answer>it is {env._entry['answer']}</answer><|end|>")
+  assert 0.0 < step.reward < 1.0 and not step.info["success"]
+
+
+def test_a_task_without_a_stored_answer_is_scored() -> None:
+  env = ReasoningGym(ReasoningGymConfig(task="graph_color"))
+  env.reset(0)
+  assert env._entry["answer"] is None
+  assert env.step("<answer>{}</answer><|end|>").reward < 1.0
+
+
+def test_difficulty_by_settings_and_by_curriculum() -> None:
+  def operands(**config: object) -> int:
+    env = ReasoningGym(ReasoningGymConfig(task="chain_sum", **config))  # type: ignore[arg-type]
+    env.reset(0)
+    return int(env._entry["metadata"]["num_terms"])
+
+  assert operands(settings={"min_terms": 9, "max_terms": 9}) == 9
+  assert operands(level=0) == 2
+  assert operands(level=0, attribute_levels={"num_terms": 5}, settings={"min_terms": 7}) == 7
+  assert operands(level=99) >= 2
+
+
+def test_seeds_give_other_problems() -> None:
+  one, two = (ReasoningGym(ReasoningGymConfig(task="products", seed=seed)) for seed in (0, 10_000))
+  assert one.reset(0) != two.reset(0)
+
+
+def test_bad_settings_are_refused() -> None:
+  for config, message in (
+    (ReasoningGymConfig(task="nonsense"), "task must be one of .*'chain_sum'"),
+    (ReasoningGymConfig(task="chain_sum", settings={"terms": 3}), "settings do not fit task 'chain_sum'"),
+    (ReasoningGymConfig(task="chain_sum", settings={"min_terms": 0}), "settings do not fit task 'chain_sum'"),
+    (ReasoningGymConfig(task="chain_sum", attribute_levels={"x": 1}), "attribute_levels must name some of"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      ReasoningGym(config)
+  with pytest.raises(ValueError, match="level must be None or at least 0; received -1"):
+    ReasoningGymConfig(task="chain_sum", level=-1)
+  with pytest.raises(ValueError, match="success_threshold must be in"):
+    ReasoningGymConfig(task="chain_sum", success_threshold=0.0)
