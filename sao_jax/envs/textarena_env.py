@@ -1,0 +1,101 @@
+"""Single-player games of the TextArena package: Mastermind, GuessTheNumber, FrozenLake, Minesweeper, 2048, ..."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from sao_jax.envs.base import EnvironmentFactory
+from sao_jax.envs.text_game import Reply, Template, TextGame
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextArenaConfig:
+  """Which game.
+
+  Raises:
+    ValueError: `max_turns` below 1.
+  """
+
+  game: str
+  """TextArena's name: `"Mastermind-v0"`."""
+  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Further arguments of `textarena.make`: `{"max_turns": 12}`."""
+  success_threshold: float = 1.0
+  """Reward from which an episode counts as a success; games that can be solved in part give less."""
+  max_turns: int = 30
+  template: Template = Template()
+
+  def __post_init__(self) -> None:
+    if self.max_turns < 1:
+      raise ValueError(f"TextArenaConfig.max_turns must be at least 1; received {self.max_turns!r}.")
+
+
+class TextArena(TextGame):
+  """One game per episode, task number i being the game with seed i. The reward comes at the end of the game.
+
+  Moves are written as the game's first text says, mostly in square brackets. The games draw from Python's global random
+  generator; each gets a state of its own here, swapped in for the time of a move, so that an episode depends on its
+  seed and moves only. The environments of one process share `lock` for that (see `textarena_factory`).
+
+  Raises:
+    ValueError: an unknown game, or one for several players.
+  """
+
+  def __init__(self, config: TextArenaConfig, *, lock: threading.Lock):
+    import textarena
+
+    super().__init__(max_turns=config.max_turns, template=config.template)
+    self.config = config
+    self._lock = lock
+    self._random_state: Any = None
+    name = config.game.removesuffix("-raw") + "-raw"  # Without wrappers: new messages only, not the whole history.
+    if name not in textarena.envs.registration.ENV_REGISTRY:
+      raise ValueError(f"game must be one of TextArena's; received {config.game!r}.")
+    self._env: Any = textarena.make(name, **config.settings)
+
+  def start(self, task_index: int) -> str:
+    self._random_state = None
+    try:
+      self._with_own_random(lambda: self._env.reset(num_players=1, seed=task_index), seed=task_index)
+    except AssertionError as error:
+      raise ValueError(f"game must be one for a single player; {self.config.game!r} is not: {error}.") from error
+    return self._with_own_random(self._messages)
+
+  def play(self, text: str) -> Reply:
+    done, _ = self._with_own_random(lambda: self._env.step(text))
+    if not done:
+      return Reply(text=self._with_own_random(self._messages))
+    rewards, game_info = self._env.close()
+    reward = float((rewards or {}).get(0, 0.0))
+    info = {"success": reward >= self.config.success_threshold, "reason": game_info.get(0, {}).get("reason", "")}
+    return Reply(text=info["reason"], reward=reward, done=True, info=info)
+
+  def _messages(self) -> str:
+    """What the game has said since it was last asked; the player's own moves are left out: they are in the context."""
+    player, messages = self._env.get_observation()
+    return "\n".join(message for speaker, message, _ in messages if speaker != player)
+
+  def _with_own_random(self, call: Callable[[], _T], *, seed: int | None = None) -> _T:
+    with self._lock:
+      outside = random.getstate()
+      try:
+        if seed is not None:
+          random.seed(seed)
+        else:
+          random.setstate(self._random_state)
+        return call()
+      finally:
+        self._random_state = random.getstate()
+        random.setstate(outside)
+
+
+def textarena_factory(config: TextArenaConfig) -> EnvironmentFactory:
+  """Makes environments that may run in different threads."""
+  lock = threading.Lock()
+  return lambda: TextArena(config, lock=lock)

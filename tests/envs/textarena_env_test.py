@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+
+import pytest
+
+pytest.importorskip("textarena", reason="needs the extra 'envs'")
+
+from sao_jax.envs.textarena_env import TextArena, TextArenaConfig, textarena_factory
+
+
+def make(game: str) -> TextArena:
+  env = textarena_factory(TextArenaConfig(game=game))()
+  assert isinstance(env, TextArena)
+  return env
+
+
+def test_guessing_by_the_hints_wins() -> None:
+  env = make("GuessTheNumber-v0")
+  assert "between 1 and 20" in env.reset(3)
+  low, high = 1, 20
+  while True:
+    guess = (low + high) // 2
+    step = env.step(f"I say [{guess}]<|end|>")
+    if step.done:
+      break
+    assert "I say" not in step.observation  # The player's own move is in the context already.
+    low, high = (guess + 1, high) if "higher" in step.observation else (low, guess - 1)
+  assert step.reward == 1.0 and step.info["success"] and "Congratulations" in step.info["reason"]
+
+
+def test_mastermind_by_elimination_wins() -> None:
+  env = make("Mastermind-v0")
+  env.reset(1)
+  codes = list(itertools.permutations(range(1, 7), 4))
+  while True:
+    guess = codes[0]
+    step = env.step(f"[{' '.join(map(str, guess))}]<|end|>")
+    if step.done:
+      break
+    black, white = (int(step.observation.split(f" {kind} peg")[0].split()[-1]) for kind in ("black", "white"))
+
+    def feedback(code: tuple[int, ...], guess: tuple[int, ...] = guess) -> tuple[int, int]:
+      same = sum(a == b for a, b in zip(code, guess, strict=True))
+      return same, len(set(code) & set(guess)) - same
+
+    codes = [code for code in codes[1:] if feedback(code) == (black, white)]
+  assert step.reward == 1.0 and step.info["success"]
+
+
+def test_an_invalid_move_is_told_and_two_end_the_game() -> None:
+  env = make("FrozenLake-v0")
+  prompt = env.reset(3)
+  assert "Current Board" in prompt
+  step = env.step("north<|end|>")
+  assert not step.done and "invalid move" in step.observation
+  step = env.step("north<|end|>")
+  assert step.done and step.reward < 1.0 and not step.info["success"]
+
+
+def test_games_depend_on_their_seed_and_moves_only() -> None:
+  def play(env: TextArena) -> list[str]:
+    texts = [env.reset(7)]
+    for move in ("[Up]", "[Left]", "[Down]", "[Right]") * 2:
+      texts.append(env.step(f"{move}<|end|>").observation)
+    return texts
+
+  random.seed(5)
+  outside = random.random()
+  random.seed(5)
+  factory = textarena_factory(TextArenaConfig(game="2048-v0"))
+  expected = play(factory())  # type: ignore[arg-type]
+  assert random.random() == outside  # The games leave the global generator alone.
+  results: list[list[str]] = []
+  threads = [threading.Thread(target=lambda: results.append(play(factory()))) for _ in range(3)]  # type: ignore[arg-type]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(60)
+  assert results == [expected] * 3
+
+
+def test_other_games_are_refused() -> None:
+  with pytest.raises(ValueError, match="game must be one of TextArena's; received 'Nonsense-v0'"):
+    make("Nonsense-v0")
+  with pytest.raises(ValueError, match="game must be one for a single player; 'TicTacToe-v0' is not"):
+    make("TicTacToe-v0").reset(0)
