@@ -33,6 +33,9 @@ class OptimizerConfig:
   learning_rate: float
   warmup_steps: int = 0
   """Optimizer updates over which the rate rises linearly to `learning_rate`; update i (from 1) uses i / warmup_steps of it."""
+  decay_steps: int | None = None
+  """Optimizer updates at whose end the rate has fallen along a cosine to 5 % of `learning_rate`, where it stays; None:
+  no decay."""
   max_grad_norm: float | None = 1.0
   """Gradients are scaled down to this global norm; None leaves them alone."""
   weight_decay: float = 0.0
@@ -44,6 +47,8 @@ class OptimizerConfig:
   def __post_init__(self) -> None:
     require(self.learning_rate > 0.0, "learning_rate", self.learning_rate, "> 0")
     require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, ">= 0")
+    decay = self.decay_steps
+    require(decay is None or decay > self.warmup_steps, "decay_steps", decay, f"> warmup_steps = {self.warmup_steps}, or None")
     require(self.max_grad_norm is None or self.max_grad_norm > 0.0, "max_grad_norm", self.max_grad_norm, "> 0 or None")
     require(self.weight_decay >= 0.0, "weight_decay", self.weight_decay, ">= 0")
     require(0.0 <= self.b1 < 1.0, "b1", self.b1, "in [0, 1)")

@@ -12,6 +12,10 @@ from sao_jax.learner.config import OptimizerConfig
 from sao_jax.types import Params
 
 
+FINAL_RATE = 0.05
+"""What is left of the learning rate after its decay."""
+
+
 class Applied(NamedTuple):
   """What became of one update."""
 
@@ -26,11 +30,14 @@ class Applied(NamedTuple):
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Clipping by global norm, Adam, decoupled weight decay on matrices, learning rate with linear warm-up."""
+  """Clipping by global norm, Adam, decoupled weight decay on matrices, learning rate with linear warm-up and cosine decay."""
 
   def rate(count: jax.Array) -> jax.Array:
     warm = jnp.minimum(1.0, (count + 1.0) / max(config.warmup_steps, 1))
-    return config.learning_rate * warm
+    if config.decay_steps is None:
+      return config.learning_rate * warm
+    done = jnp.clip((count - config.warmup_steps) / (config.decay_steps - config.warmup_steps), 0.0, 1.0)
+    return config.learning_rate * warm * (FINAL_RATE + (1.0 - FINAL_RATE) * 0.5 * (1.0 + jnp.cos(jnp.pi * done)))
 
   steps = [] if config.max_grad_norm is None else [optax.clip_by_global_norm(config.max_grad_norm)]
   steps.append(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps))

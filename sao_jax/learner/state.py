@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ import optax
 from sao_jax.learner import optimizers, partition
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.types import Params
+
+
+StateT = TypeVar("StateT")
 
 
 class Counters(NamedTuple):
@@ -59,14 +62,14 @@ def init_state(config: LearnerConfig, policy_params: Params, critic_params: Para
   if config.uses_critic != (critic_params is not None):
     wanted = "required" if config.uses_critic else "not used"
     raise ValueError(f"critic_params is {wanted} with advantage={config.advantage!r}; received {type(critic_params)}.")
-  policy = jax.tree.map(_copy, policy_params)
+  policy = copy(policy_params)
   policy_opt = optimizers.init_optimizer(optimizers.make_optimizer(config.policy_optimizer), policy)
   critic = critic_opt = None
   if critic_params is not None:
-    critic = jax.tree.map(_copy, critic_params)
+    critic = copy(critic_params)
     trainable, _ = partition.split(critic, config.frozen_critic)
     critic_opt = optimizers.init_optimizer(optimizers.make_optimizer(config.critic_optimizer), trainable)
-  return LearnerState(
+  state = LearnerState(
     policy=policy,
     policy_opt=policy_opt,
     critic=critic,
@@ -74,7 +77,25 @@ def init_state(config: LearnerConfig, policy_params: Params, critic_params: Para
     step=jnp.zeros((), jnp.int32),
     counters=Counters(*(jnp.zeros((), jnp.int32) for _ in Counters._fields)),
   )
+  return commit(state, policy)
 
 
-def _copy(leaf: jax.Array) -> jax.Array:
-  return jnp.array(leaf, copy=True)
+def copy(params: Params) -> Params:
+  """The same parameters in buffers of their own, on the same devices."""
+  return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
+
+
+def commit(state: StateT, params: Params) -> StateT:
+  """Ties every leaf of `state` to the devices of `params`, those that lie elsewhere replicated.
+
+  A jitted step's outputs are tied to a device if any input is; without this its second call would find other placements
+  than its first, and be compiled again.
+  """
+  home = jax.tree.leaves(params)[0].sharding
+  if isinstance(home, jax.sharding.NamedSharding):
+    home = jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
+
+  def place(leaf: jax.Array) -> jax.Array:
+    return jax.device_put(leaf, leaf.sharding if leaf.sharding.device_set == home.device_set else home)
+
+  return jax.tree.map(place, state)

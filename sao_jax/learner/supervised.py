@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from sao_jax.learner import batching, microbatches, optimizers
+from sao_jax.learner import state as state_lib
 from sao_jax.learner.config import OptimizerConfig
 from sao_jax.ops import logprobs, masking
 from sao_jax.types import Params, PolicyApply, TokenBatch, Trajectory
@@ -32,9 +33,10 @@ SftStep: TypeAlias = Callable[[SftState, TokenBatch, Any], tuple[SftState, dict[
 
 def init_sft_state(config: OptimizerConfig, params: Params) -> SftState:
   """A fresh state that owns its buffers."""
-  params = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
+  params = state_lib.copy(params)
   opt_state = optimizers.init_optimizer(optimizers.make_optimizer(config), params)
-  return SftState(params, opt_state, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+  state = SftState(params, opt_state, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+  return state_lib.commit(state, params)
 
 
 def make_sft_step(config: OptimizerConfig, policy_apply: PolicyApply, *, logprob_chunk_size: int = 1024) -> SftStep:

@@ -471,9 +471,15 @@ def test_critic_step_alone_leaves_policy_and_step_count():
   assert learner.step == 0 and int(optax.tree.get(learner.critic_opt, "count")) == 30
 
 
-def test_same_inputs_same_bits():
-  made = tiny.trajectories(12, policy=tiny.init(1), lag=0.2)
-  assert_same(run(make_config(), made, steps=2), run(make_config(), made, steps=2))
+def test_same_inputs_same_bits_from_one_program():
+  """Also where the policy comes tied to a device, as from a checkpoint, and the critic does not."""
+  config = make_config()
+  policy = jax.device_put(tiny.init(1), jax.devices()[0])
+  made = tiny.trajectories(12, policy=policy, lag=0.2)
+  first = run(config, made, policy=policy, steps=2)
+  compiled = make_step(config)._cache_size()
+  assert_same(run(config, made, policy=tiny.init(1), steps=2), first)
+  assert make_step(config)._cache_size() == compiled <= 2
 
 
 def test_missing_and_superfluous_critics_are_refused():
