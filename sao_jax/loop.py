@@ -125,7 +125,7 @@ def _restore(
   checkpointer: Checkpointer, state: LearnerState, source: BatchSource, progress: Progress, parts: Components
 ) -> tuple[int, LearnerState]:
   """Goes on from the newest checkpoint: `(its step, its state)`; `(0, state)` where there is none."""
-  restored = checkpointer.restore({"learner": state, "old_weights": [state.policy] * parts.config.lag})
+  restored = checkpointer.restore(_checkpoint_tree(state, [state.policy] * parts.config.lag))
   if restored is None:
     return 0, state
   host = restored.host
@@ -155,7 +155,18 @@ def _save(
     "progress": progress.state(),
     "baselines": None if parts.baselines is None else parts.baselines.state(),
   }
-  checkpointer.save(step, {"learner": state, "old_weights": source.old_weights()}, host, metric=metric)
+  checkpointer.save(step, _checkpoint_tree(state, source.old_weights()), host, metric=metric)
+
+
+def _checkpoint_tree(state: LearnerState, old_weights: list[Params]) -> dict[str, Any]:
+  return {"learner": state, "old_weights": old_weights}
+
+
+def checkpoint_template(parts: Components) -> dict[str, Any]:
+  """Arrays shaped like a checkpoint of this run: what `Checkpointer.restore` wants."""
+  policy = parts.init_policy()
+  state = init_state(parts.config.learner, policy, parts.init_critic(policy))
+  return _checkpoint_tree(state, [policy] * parts.config.lag)
 
 
 def _evaluate(parts: Components, state: LearnerState, step: int, metrics: MetricsWriter, console: Console) -> None:

@@ -13,6 +13,7 @@ from sao_jax.rollout import EngineConfig
 from sao_jax.tokenizers import MathTokenizer
 
 MAX_LEN = 128
+WARM_START_STEPS = 800
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -38,9 +39,13 @@ def make_config() -> RunConfig:
       num_experts_per_tok=2,
       moe_intermediate_size=64,
       tie_word_embeddings=True,
+      init_std=0.125,  # 1 / sqrt(hidden_size): near-orthonormal embeddings, from which copying is learned twice as fast
       rope_theta=10_000.0,
     ),
-    warm_start=WarmStartConfig(num_steps=1_000, optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50)),
+    warm_start=WarmStartConfig(
+      num_steps=WARM_START_STEPS,
+      optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=50, decay_steps=WARM_START_STEPS, b2=0.98),
+    ),
     critic=CriticConfig(
       pretraining_trajectories=1_024,
       pretraining_epochs=4,
