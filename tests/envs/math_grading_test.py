@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from sao_jax.envs.math_grading import MathGrader
+
+pytest.importorskip("math_verify", reason="needs the extra 'envs'")
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[MathGrader]:
+  with MathGrader(timeout_s=30.0, start_timeout_s=300.0) as grader:
+    yield grader
+
+
+@pytest.mark.parametrize(
+  ("gold", "answer", "equal"),
+  [
+    ("$\\frac{1}{2}$", "0.5", True),
+    ("$2\\sqrt{2}$", "$\\sqrt{8}$", True),
+    ("42", "The answer is $\\boxed{42}$.", True),
+    ("42", "43", False),
+    ("$x^2 + 2x + 1$", "$(x+1)^2$", True),
+    ("42", "", False),
+    ("42", "no idea", False),
+    ("$\\{1, 2\\}$", "$\\{2, 1\\}$", True),
+  ],
+)
+def test_values_are_compared_not_texts(grader: MathGrader, gold: str, answer: str, equal: bool) -> None:
+  assert grader.is_equal(gold, answer) == equal
+
+
+def test_from_many_threads(grader: MathGrader) -> None:
+  results: dict[int, bool] = {}
+
+  def grade(i: int) -> None:
+    results[i] = grader.is_equal(f"${i}/4$", str(i / 4 if i % 2 else i))
+
+  threads = [threading.Thread(target=grade, args=(i,)) for i in range(1, 9)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(120)
+  assert results == {i: i % 2 == 1 for i in range(1, 9)}
+
+
+def test_a_nasty_expression_is_wrong_in_time_and_the_next_one_is_graded(grader: MathGrader) -> None:
+  grader._timeout_s = 1.0
+  try:
+    start = time.perf_counter()
+    assert not grader.is_equal("$9^{9^{9^{9}}}$", "$9^{9^{9^{9}}} + 1 - 2$")
+    assert time.perf_counter() - start < 20
+  finally:
+    grader._timeout_s = 30.0
+  assert grader.is_equal("1", "1.0")
+
+
+def test_bad_settings_are_refused() -> None:
+  with pytest.raises(ValueError, match="timeout_s and start_timeout_s must be positive"):
+    MathGrader(timeout_s=0)
