@@ -54,7 +54,7 @@ def matmul_gflops(size: int = 1024, seconds: float = 0.3) -> float:
 def raw_decoder(
   params: Params, *, slots: int, new_tokens: int, chunk_steps: int, live_buckets: tuple[int, ...]
 ) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-  """`f(seed)`: prefills `slots` random prompts, decodes `new_tokens` for each, returns tokens and log-probs `[N, S]`."""
+  """`f(seed)`: prefills random prompts, decodes `new_tokens` for each; returns tokens and log-probs `[N, S]`."""
   spec = SamplerSpec(model=POLICY, chunk_steps=chunk_steps, temperature=1.0, stop_ids=())
   sampler = Sampler(spec, num_slots=slots, max_len=live_buckets[-1])
   prompts = np.random.default_rng(0).integers(1, MODEL.vocab_size, (slots, PROMPT_TOKENS)).astype(np.int32)

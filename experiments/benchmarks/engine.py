@@ -1,8 +1,8 @@
 """Speed of the whole engine against the raw sampler: `python -m experiments.benchmarks.engine`.
 
 The model and slots of `experiments.benchmarks.sampler`. Episodes of 1 to 4 turns with prompts of 16 to 64 tokens,
-actions of 64 tokens on average (geometric: a random-weight model hits one of 16 stop ids of 1,024), observations of 4 to
-40 tokens, slots refilled at once; environments answer immediately, on threads. Counted are action tokens only, over a
+actions of 64 tokens on average (geometric: random weights hit one of 16 stop ids of 1,024), observations of 4 to 40
+tokens, slots refilled at once; environments answer immediately, on threads. Counted are action tokens only, over a
 window in the steady state; the raw sampler decodes equally many slots to a similar mean length without ever stopping.
 
 Prediction written down before tuning: prefill is about 0.5 prompt or observation token per action token, at a third of
@@ -26,15 +26,8 @@ from sao_jax.models import init_policy
 from sao_jax.rollout import Engine, EngineConfig, EpisodeRequest
 from sao_jax.types import Params, Step
 
-_SLOTS = flags.DEFINE_integer("slots", 32, "Sequences decoded at once.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 5.0, "Length of each measurement.", lower_bound=0.0)
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Rounds; the best of each contender counts.", lower_bound=1)
-_CHUNK_STEPS = flags.DEFINE_integer("chunk_steps", 16, "Decode steps per jitted chunk.", lower_bound=1)
-_MAX_LEN = flags.DEFINE_integer("max_len", 448, "Tokens per trajectory at most.", lower_bound=128)
-_WORKERS = flags.DEFINE_integer("env_workers", 4, "Environment threads; 0 runs them inline.", lower_bound=0)
-
 _NUM_STOP_IDS = 16
-_WARM_UP_EPISODES = 64
+_SAMPLER_TOKENS = 192
 
 
 class _LetterTokenizer:
@@ -77,8 +70,8 @@ def engine_rates(
   """Yields (action tokens per second, mean trajectory length) of successive windows of a compiled, full engine."""
   with Engine(model=decoding.POLICY, make_env=_Turns, tokenizer=_LetterTokenizer(), config=config) as engine:
     trajectories = engine.generate(lambda _: (params, 0), _requests())
-    for _ in range(_WARM_UP_EPISODES):
-      next(trajectories)
+    for _ in range(2 * config.num_slots):
+      next(trajectories)  # compiles, and mixes the slots' phases
     for _ in range(repeats):
       tokens, began, lengths = engine.counters["tokens_generated"], time.perf_counter(), []
       while not lengths or time.perf_counter() - began < seconds:
@@ -88,38 +81,55 @@ def engine_rates(
     trajectories.close()
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  slots, max_len = _SLOTS.value, _MAX_LEN.value
+def run(
+  *, slots: int, max_len: int, chunk_steps: int, env_workers: int, seconds: float, repeats: int
+) -> dict[str, float]:
+  """Times engine and sampler in turns, prints rows and returns the last line's object."""
   params = init_policy(decoding.MODEL, jax.random.key(0))
   config = EngineConfig(
     num_slots=slots,
     max_len=max_len,
     max_action_tokens=256,
     max_turns=4,
-    chunk_steps=_CHUNK_STEPS.value,
+    chunk_steps=chunk_steps,
     prefill_rows=(8,),
     prefill_tokens=(16, 64),
     # Few lengths: every one is a decode program and two prefill programs.
     live_buckets=(max_len // 2, max_len),
-    env_workers=_WORKERS.value,
+    env_workers=env_workers,
   )
-  new_tokens = 192
   raw = decoding.raw_decoder(
-    params, slots=slots, new_tokens=new_tokens, chunk_steps=_CHUNK_STEPS.value, live_buckets=(max_len // 2, max_len)
+    params, slots=slots, new_tokens=_SAMPLER_TOKENS, chunk_steps=chunk_steps, live_buckets=config.live_buckets
   )
   raw(0)  # compiles
   best, best_raw = 0.0, 0.0
-  for rate, length in engine_rates(params, config, seconds=_SECONDS.value, repeats=_REPEATS.value):
+  for rate, length in engine_rates(params, config, seconds=seconds, repeats=repeats):
     best = max(best, rate)
     began = time.perf_counter()
     best_raw = max(best_raw, raw(1)[0].size / (time.perf_counter() - began))
-    print(f"  tokens/s: engine {rate:>9,.0f}   raw sampler {best_raw:>9,.0f}   (mean trajectory {length:.0f} tokens)")
+    print(f"  engine {rate:>9,.0f} tokens/s   sampler {best_raw:>9,.0f} tokens/s   trajectories of {length:.0f}")
   result = {"tokens_per_s": best, "sampler_tokens_per_s": best_raw, "ratio": best / best_raw}
-  print(f"{slots} slots on {jax.devices()[0].device_kind}: the engine keeps {result['ratio']:.0%} of the sampler's speed")
-  print(json.dumps(result))
+  print(f"{slots} slots on {jax.devices()[0].device_kind}: the engine keeps {result['ratio']:.0%} of the sampler's rate")
+  return result
+
+
+def define_flags() -> None:
+  """Defines the command's flags (not at import: other commands have flags of the same names)."""
+  flags.DEFINE_integer("slots", 32, "Sequences decoded at once.", lower_bound=1)
+  flags.DEFINE_integer("max_len", 512, "Tokens per trajectory at most.", lower_bound=256)
+  flags.DEFINE_integer("chunk_steps", 16, "Decode steps per jitted chunk.", lower_bound=1)
+  flags.DEFINE_integer("env_workers", 4, "Environment threads; 0 runs them inline.", lower_bound=0)
+  flags.DEFINE_float("seconds", 5.0, "Length of each measurement.", lower_bound=0.0)
+  flags.DEFINE_integer("repeats", 3, "Rounds; the best of each contender counts.", lower_bound=1)
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  names = ("slots", "max_len", "chunk_steps", "env_workers", "seconds", "repeats")
+  print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 
 if __name__ == "__main__":
+  define_flags()
   app.run(main)

@@ -2,13 +2,13 @@
 
 A Qwen3 model with random weights (4 layers, d 128, 4 query and 2 key/value heads of 32, MLP 384, vocabulary 1,024,
 float32), 32 slots, prompts of 32 tokens, 256 new tokens at temperature 1, log-probs returned. This library's sampler
-and, where google-tunix is installed, its `tunix.generate.sampler.Sampler` take turns in one process; the best of each is
-kept, as is the best rate of a large float32 matmul, so that what else the machine does falls on all alike.
+and, where google-tunix is installed, its `tunix.generate.sampler.Sampler` take turns in one process; the best of each
+is kept, as is the best rate of a large float32 matmul, so that what else the machine does falls on all alike.
 
-`share_of_limit` = tokens/s * FLOPs per token (projections, head and attention at the mean length) / the matmul rate.
+`share_of_limit` = tokens/s * FLOPs per token (projections, head, attention at the mean length) / the matmul rate.
 
-Predictions written down before anything was tuned (2 cores): Tunix 2,800 tokens/s, as measured for MATERIAL.md; the step
-of 32 tokens costs 1.5 ms for its matmuls (32 rows reach about half of the limit), 0.5 ms for attention, 0.3 ms for
+Predictions written down before anything was tuned (2 cores): Tunix 2,800 tokens/s, as measured before; the step of
+32 tokens costs 1.5 ms for its matmuls (32 rows reach about half of the limit), 0.5 ms for attention, 0.3 ms for
 sampling, 0.3 ms for the rest: 12,000 tokens/s, 4.4 times Tunix, 35 % of the limit.
 """
 
@@ -24,11 +24,6 @@ from absl import app, flags
 
 from experiments.benchmarks import decoding
 from sao_jax.models import init_policy
-
-_SLOTS = flags.DEFINE_integer("slots", 32, "Sequences decoded at once.", lower_bound=1)
-_NEW_TOKENS = flags.DEFINE_integer("new_tokens", 256, "New tokens of each sequence.", lower_bound=1)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Rounds; the best of each contender counts.", lower_bound=1)
-_CHUNK_STEPS = flags.DEFINE_integer("chunk_steps", 32, "Decode steps per jitted chunk.", lower_bound=1)
 
 
 class _NumberTokenizer:
@@ -101,17 +96,15 @@ def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
   return generate
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  slots, new_tokens = _SLOTS.value, _NEW_TOKENS.value
+def run(*, slots: int, new_tokens: int, chunk_steps: int, repeats: int) -> dict[str, float | None]:
+  """Times all contenders, prints rows and returns the last line's object."""
   length = decoding.PROMPT_TOKENS + new_tokens
   params = init_policy(decoding.MODEL, jax.random.key(0))
   ours = decoding.raw_decoder(
     params,
     slots=slots,
     new_tokens=new_tokens,
-    chunk_steps=min(_CHUNK_STEPS.value, new_tokens),
+    chunk_steps=chunk_steps,
     live_buckets=tuple(range(64, length, 64)) + (length,),
   )
   contenders: dict[str, Callable[[int], int]] = {"sao_jax": lambda seed: ours(seed)[0].size}
@@ -121,7 +114,7 @@ def main(argv: list[str]) -> None:
     generate(0)  # compiles
   rates = dict.fromkeys(contenders, 0.0)
   gflops = 0.0
-  for seed in range(1, _REPEATS.value + 1):
+  for seed in range(1, repeats + 1):
     gflops = max(gflops, decoding.matmul_gflops())
     for name, generate in contenders.items():
       began = time.perf_counter()
@@ -138,8 +131,24 @@ def main(argv: list[str]) -> None:
   for name, rate in rates.items():
     print(f"  {name:<8} {rate:>9,.0f} tokens/s  {rate * flops / 1e9:>6.1f} GFLOP/s")
   print(f"  matmul   {gflops:>6.1f} GFLOP/s; share of it: {result['share_of_limit']:.1%}")
-  print(json.dumps(result))
+  return result
+
+
+def define_flags() -> None:
+  """Defines the command's flags (not at import: other commands have flags of the same names)."""
+  flags.DEFINE_integer("slots", 32, "Sequences decoded at once.", lower_bound=1)
+  flags.DEFINE_integer("new_tokens", 256, "New tokens of each sequence.", lower_bound=1)
+  flags.DEFINE_integer("chunk_steps", 32, "Decode steps per jitted chunk.", lower_bound=1)
+  flags.DEFINE_integer("repeats", 5, "Rounds; the best of each contender counts.", lower_bound=1)
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  names = ("slots", "new_tokens", "chunk_steps", "repeats")
+  print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 
 if __name__ == "__main__":
+  define_flags()
   app.run(main)

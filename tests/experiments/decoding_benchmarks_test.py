@@ -1,0 +1,24 @@
+"""The benchmarks of sampler and engine run, at a tiny size, and print the keys that others read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from experiments.benchmarks import decoding, engine, sampler
+
+
+def test_sampler():
+  result = sampler.run(slots=2, new_tokens=8, chunk_steps=4, repeats=1)
+  assert set(result) == {"tokens_per_s", "tunix_tokens_per_s", "ratio_to_tunix", "matmul_gflops", "share_of_limit"}
+  assert result["tokens_per_s"] > 0 and 0 < result["share_of_limit"] < 1
+
+
+def test_engine():
+  result = engine.run(slots=2, max_len=256, chunk_steps=16, env_workers=0, seconds=0.1, repeats=1)
+  assert set(result) == {"tokens_per_s", "sampler_tokens_per_s", "ratio"}
+  assert 0 < result["ratio"] < 2
+
+
+def test_flops_are_those_of_the_weights():
+  dense = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384) + 128 * 1024
+  np.testing.assert_allclose(decoding.flops_per_token(decoding.MODEL, 0), 2 * dense)
