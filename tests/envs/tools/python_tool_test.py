@@ -99,12 +99,12 @@ def test_long_output_is_cut_in_the_middle(tool: PythonTool) -> None:
 
 
 def test_wall_clock_limit_ends_the_interpreter_and_the_next_call_has_a_new_one() -> None:
-  with PythonTool(PythonToolConfig(wall_s=0.3)) as tool, tool.session() as session:
+  with PythonTool(PythonToolConfig(wall_s=1.0)) as tool, tool.session() as session:
     session.run("x = 1")
     start = time.monotonic()
     text = session.run("print('before')\nimport time; time.sleep(60)")
-    assert time.monotonic() - start < 2
-    assert text == "before\n[time limit of 0.3 s exceeded; variables are lost]\n"
+    assert time.monotonic() - start < 10
+    assert text == "before\n[time limit of 1 s exceeded; variables are lost]\n"
     assert "NameError" in session.run("x")
 
 
