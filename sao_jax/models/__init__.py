@@ -1,9 +1,20 @@
 """Models: a Linen decoder of the Llama/Qwen3/GLM families, and the callables that the other rooms take."""
 
+from __future__ import annotations
+
 from sao_jax.models.checkpoint import load_hf, save_hf
 from sao_jax.models.config import ModelConfig, RopeScaling
 from sao_jax.models.gguf_checkpoint import load_gguf
-from sao_jax.models.heads import cached_policy, init_critic, init_policy, lm_head, policy_apply, policy_logits, value_apply
+from sao_jax.models.heads import (
+  cached_policy,
+  init_critic,
+  init_policy,
+  lm_head,
+  policy_apply,
+  policy_logits,
+  value_apply,
+)
+from sao_jax.models.nnx_adapter import nnx_policy, nnx_value
 from sao_jax.models.transformer import Transformer
 
 __all__ = [
@@ -16,6 +27,8 @@ __all__ = [
   "lm_head",
   "load_gguf",
   "load_hf",
+  "nnx_policy",
+  "nnx_value",
   "policy_apply",
   "policy_logits",
   "save_hf",

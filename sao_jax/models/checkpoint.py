@@ -217,7 +217,9 @@ def load_hf(
       source = stored[_names(path)]
       received = source.shape(files)
       if received != want.shape:
-        raise ValueError(f"{source.name}: expected a parameter of shape {want.shape} from config.json; received {received}.")
+        raise ValueError(
+          f"{source.name}: expected a parameter of shape {want.shape} from config.json; received {received}."
+        )
       if sharding is None:
         return jnp.asarray(source.read(files, (_WHOLE,) * len(want.shape)).astype(want.dtype))
       return jax.make_array_from_callback(

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 MODEL_TYPES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
 DTYPES = ("float32", "bfloat16", "float16")
-MOE_IMPLEMENTATIONS = ("auto", "ragged", "blocks", "dense")
+MOE_IMPLEMENTATIONS = ("auto", "ragged", "blocks", "dense", "gmm")
+ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "chunked", "splash")
 ROUTERS = ("softmax", "sigmoid")
 REMAT_POLICIES = ("none", "full", "dots")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -127,11 +128,14 @@ class ModelConfig:
   """What a layer's backward pass recomputes: 'none', 'full', or 'dots' (all but the results of matmuls)."""
   moe_impl: str = "auto"
   """'auto' picks by platform and token count; see `moe.py`."""
+  attention_impl: str = "auto"
+  """'auto' picks by platform and length of the rows; see `attention.py`."""
   init_std: float = 0.02
   """Standard deviation of fresh embeddings and of a fresh untied head."""
 
   def __post_init__(self) -> None:
-    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+    sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+    for name in sizes:
       value = getattr(self, name)
       _check(f"ModelConfig.{name}", value, isinstance(value, int) and value > 0, "a positive int")
     _check_choice("ModelConfig.model_type", self.model_type, MODEL_TYPES)
@@ -139,6 +143,7 @@ class ModelConfig:
     _check_choice("ModelConfig.param_dtype", self.param_dtype, DTYPES)
     _check_choice("ModelConfig.remat", self.remat, REMAT_POLICIES)
     _check_choice("ModelConfig.moe_impl", self.moe_impl, MOE_IMPLEMENTATIONS)
+    _check_choice("ModelConfig.attention_impl", self.attention_impl, ATTENTION_IMPLEMENTATIONS)
     _check_choice("ModelConfig.router", self.router, ROUTERS)
     divides = self.num_heads % self.num_kv_heads == 0
     _check("ModelConfig.num_kv_heads", self.num_kv_heads, divides, f"a divisor of num_heads = {self.num_heads}")
@@ -158,7 +163,8 @@ class ModelConfig:
     _check("ModelConfig.decoder_sparse_step", self.decoder_sparse_step, self.decoder_sparse_step >= 1, "at least 1")
     _check("ModelConfig.num_shared_experts", self.num_shared_experts, self.num_shared_experts >= 0, "0 or positive")
     groups = self.n_group
-    _check("ModelConfig.n_group", groups, groups >= 1 and experts % groups == 0, f"a divisor of num_experts = {experts}")
+    divides = groups >= 1 and experts % groups == 0
+    _check("ModelConfig.n_group", groups, divides, f"a divisor of num_experts = {experts}")
     _check("ModelConfig.topk_group", self.topk_group, 1 <= self.topk_group <= groups, f"in 1 .. n_group = {groups}")
     if groups > 1:
       _check("ModelConfig.n_group", groups, self.router == "sigmoid", "1 with the softmax router")

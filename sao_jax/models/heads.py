@@ -20,8 +20,8 @@ def _init_trunk(config: ModelConfig, key: jax.Array) -> Params:
 def init_policy(config: ModelConfig, key: jax.Array) -> Params:
   """Fresh parameters of a policy; the key is consumed.
 
-  Embeddings and an untied head are normal with `config.init_std`; kernels truncated normal with 1/sqrt(fan_in), those that
-  write to the residual stream divided by sqrt(2 L) as well; norms one, biases zero.
+  Embeddings and an untied head are normal with `config.init_std`; kernels truncated normal with 1/sqrt(fan_in), those
+  that write to the residual stream divided by sqrt(2 L) as well; norms one, biases zero.
 
   Returns:
     Nested dict with `embed`, `layers_<i>`, `final_norm` and, when embeddings are not tied, `lm_head/kernel` `[D, V]`.
@@ -102,7 +102,8 @@ def cached_policy(config: ModelConfig) -> CachedPolicy:
   model = Transformer(config)
 
   def extend(
-    params: Params, cache: Cache, tokens: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array, *, live_len: int
+    params: Params, cache: Cache, tokens: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array, *,
+    live_len: int,
   ) -> tuple[jax.Array, Cache]:
     return model.apply({"params": params}, cache, tokens, slots, start, count, live_len, method="extend")
 

@@ -20,12 +20,12 @@ _INERT = frozenset({
   "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "eos_token_id", "id2label",
   "initializer_range", "is_llama_config", "label2id", "max_window_layers", "model_type", "num_mtp_layers",
   "num_nextn_predict_layers", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
-  "router_aux_loss_coef", "sep_token_id", "tokenizer_class", "transformers.js_config", "transformers_version", "unk_token_id",
-  "unsloth_fixed", "unsloth_version", "use_cache",
+  "router_aux_loss_coef", "sep_token_id", "tokenizer_class", "transformers.js_config", "transformers_version",
+  "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
 })
 
 # Fields of ModelConfig that say how to compute, not what: a checkpoint does not carry them.
-_RUNTIME_FIELDS = frozenset({"dtype", "param_dtype", "remat", "moe_impl", "init_std"})
+_RUNTIME_FIELDS = frozenset({"dtype", "param_dtype", "remat", "moe_impl", "attention_impl", "init_std"})
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
   "llama": {"max_position_embeddings": 2048},
@@ -67,7 +67,8 @@ class _Keys:
       raise ValueError(f"{self._what}: {name} = {value!r} is not supported; allowed: {list(allowed)}.")
 
   def finish(self, inert: frozenset[str] = frozenset()) -> None:
-    unknown = {k: v for k, v in self._left.items() if k not in inert and not k.startswith("_") and v not in (None, False, [], {})}
+    left = {k: v for k, v in self._left.items() if k not in inert and not k.startswith("_")}
+    unknown = {k: v for k, v in left.items() if v is not None and v is not False and v not in ([], {})}
     if unknown:
       raise ValueError(f"{self._what}: these keys are not supported: {unknown}.")
 
@@ -146,8 +147,8 @@ def _refuse_sliding_window(keys: _Keys, layers: int) -> None:
     types = ["sliding_attention" if used and window and i >= first else "full_attention" for i in range(layers)]
   if set(types) != {"full_attention"}:
     raise ValueError(
-      f"config.json: sliding windows are not supported; received use_sliding_window = {used}, sliding_window = {window}, "
-      f"max_window_layers = {first}, layer_types = {sorted(set(types))}."
+      f"config.json: sliding windows are not supported; received use_sliding_window = {used}, "
+      f"sliding_window = {window}, max_window_layers = {first}, layer_types = {sorted(set(types))}."
     )
 
 
@@ -264,7 +265,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     "qwen3": {"use_sliding_window": False},
     "qwen3_moe": {"use_sliding_window": False, **_softmax_experts_to_hf(config)},
     "glm4_moe": {
-      "use_qk_norm": config.qk_norm, "partial_rotary_factor": config.partial_rotary_factor, **_sigmoid_experts_to_hf(config),
+      "use_qk_norm": config.qk_norm, "partial_rotary_factor": config.partial_rotary_factor,
+      **_sigmoid_experts_to_hf(config),
     },
   }[config.model_type]
   _check_round_trip(config, values)

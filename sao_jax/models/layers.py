@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax.models.attention import packed_attention
 from sao_jax.models.config import ModelConfig, RopeScaling
 
 _MASKED = -1e30  # finite: a row without any allowed key gives a uniform softmax rather than NaN
@@ -134,12 +135,6 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
   return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype) if rest.shape[-1] else rotated.astype(x.dtype)
 
 
-def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float) -> jax.Array:
-  """Causal attention inside segments: q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]` -> `[B, T, H, Dh]`."""
-  same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-  return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, scale=scale)
-
-
 def step_attention(
   q: jax.Array, cache: LayerCache, positions: jax.Array, *, live_len: int, scale: float
 ) -> jax.Array:
@@ -220,7 +215,8 @@ class Attention(nn.Module):
   def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
     """x `[B, T, D]` -> `[B, T, D]`."""
     q, k, v = self._project(x, rope)
-    return self._output(packed_attention(q, k, v, segment_ids, self.config.attention_scale))
+    config = self.config
+    return self._output(packed_attention(q, k, v, segment_ids, config.attention_scale, config.attention_impl))
 
   def step(
     self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, positions: jax.Array, live_len: int

@@ -2,15 +2,17 @@
 
 Every token passes exactly its `num_experts_per_tok` experts, whatever the imbalance. Implementations (`moe_impl`):
 
-* "ragged": tokens sorted by expert and `jax.lax.ragged_dot`: accelerators.
-* "blocks": tokens sorted by expert, each expert's run padded to whole blocks: CPU, where ragged_dot computes every expert
-  on every token.
+* "ragged": tokens sorted by expert and `jax.lax.ragged_dot`: GPUs.
+* "gmm": the same with the Pallas grouped matmul that JAX ships: TPUs.
+* "blocks": tokens sorted by expert, each expert's run padded to whole blocks: CPU, where ragged_dot computes every
+  expert on every token.
 * "dense": all experts on all tokens: few tokens (decode), where sorting costs more than it saves.
-* "auto": "ragged" on accelerators; on CPU one of the other two by the static number of tokens.
+* "auto": by the platform; on CPU one of the last two by the static number of tokens.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from sao_jax.models.config import MOE_IMPLEMENTATIONS, ModelConfig
+from sao_jax.models.expert_parallel import apply_experts
 from sao_jax.models.layers import MLP, linear_init, residual_scale
 
 
@@ -33,10 +36,10 @@ class ExpertKernels(NamedTuple):
 
 
 def route(logits: jax.Array, correction_bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-  """Chooses experts: router logits `[N, E]` float32 -> weights `[N, k]` float32, expert ids `[N, k]` int32.
+  """Chooses experts: router logits `[..., E]` float32 -> weights `[..., k]` float32, expert ids int32.
 
-  "softmax" (Qwen3-MoE): the k largest probabilities. "sigmoid" (DeepSeek-V3, GLM-4.5): the k largest of score + correction
-  bias among the `topk_group` groups whose two best sum highest; the weights are the scores without the bias.
+  "softmax" (Qwen3-MoE): the k largest probabilities. "sigmoid" (DeepSeek-V3, GLM-4.5): the k largest of score +
+  correction bias among the `topk_group` groups whose two best sum highest; the weights are the scores without the bias.
   """
   top_k = config.num_experts_per_tok
   if config.router == "softmax":
@@ -56,10 +59,10 @@ def route(logits: jax.Array, correction_bias: jax.Array | None, config: ModelCon
 def _keep_best_groups(choice: jax.Array, config: ModelConfig) -> jax.Array:
   if config.n_group == 1:
     return choice
-  grouped = choice.reshape(choice.shape[0], config.n_group, -1)
+  grouped = choice.reshape(*choice.shape[:-1], config.n_group, -1)
   group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
   _, best = jax.lax.top_k(group_scores, config.topk_group)
-  kept = jnp.any(jax.nn.one_hot(best, config.n_group, dtype=jnp.bool_), axis=1)
+  kept = jnp.any(jax.nn.one_hot(best, config.n_group, dtype=jnp.bool_), axis=-2)
   return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
@@ -159,6 +162,31 @@ def _ragged(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Exper
   return _combine(jax.lax.ragged_dot(hidden, kernels.down, sizes), weights, layout)
 
 
+def _gmm(
+  x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels, *, interpret: bool = False
+) -> jax.Array:
+  """The grouped matmul works on whole tiles of rows; what is left over forms a group of its own that it skips."""
+  from jax.experimental.pallas.ops.tpu.megablox import ops as megablox  # Pallas takes long to import.
+
+  num_experts, dim, width = kernels.gate.shape
+  pairs = experts.size
+  tile = min(512, -(-pairs // 8) * 8)
+  padding = -pairs % tile
+  order, _, sizes = _sorted_by_expert(experts, num_experts)
+  row_of = jnp.zeros_like(order).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
+  layout = _Layout(jnp.pad(order, (0, padding), constant_values=pairs), row_of.reshape(experts.shape))
+  groups = jnp.concatenate([sizes, (pairs + padding - jnp.sum(sizes))[None]])
+  tiles = {"wide": (tile, min(1024, dim), min(1024, width)), "narrow": (tile, min(1024, width), min(1024, dim))}
+
+  def multiply(rows: jax.Array, kernel: jax.Array, which: str) -> jax.Array:
+    product: jax.Array = megablox.gmm(rows, kernel, groups, rows.dtype, tiles[which], interpret=interpret)
+    return product
+
+  rows = _dispatch(x, layout)
+  hidden = jax.nn.silu(multiply(rows, kernels.gate, "wide")) * multiply(rows, kernels.up, "wide")
+  return _combine(multiply(hidden, kernels.down, "narrow"), weights, layout)
+
+
 def _blocks(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels, *, block: int) -> jax.Array:
   """Rows sorted by expert, each expert's run padded to whole blocks; a batched matmul with one expert per block."""
   num_experts = kernels.gate.shape[0]
@@ -212,9 +240,11 @@ def expert_mlp(
     ValueError: unknown `impl`.
   """
   if impl == "auto":
-    return jax.lax.platform_dependent(x, weights, experts, kernels, cpu=_on_cpu, default=_ragged)
+    return jax.lax.platform_dependent(x, weights, experts, kernels, cpu=_on_cpu, tpu=_gmm, default=_ragged)
   if impl == "ragged":
     return _ragged(x, weights, experts, kernels)
+  if impl == "gmm":
+    return _gmm(x, weights, experts, kernels)
   if impl == "blocks":
     return _blocks(x, weights, experts, kernels, block=_block_size(experts.size, kernels.gate.shape[0]))
   if impl == "dense":
@@ -230,8 +260,7 @@ class MoE(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     config = self.config
-    flat = x.reshape(-1, x.shape[-1])
-    weights, experts = route(*Router(config, name="router")(flat), config)
+    weights, experts = route(*Router(config, name="router")(x), config)
     param_dtype, dtype = jnp.dtype(config.param_dtype), config.compute_dtype
     wide = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
     narrow = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
@@ -240,7 +269,7 @@ class MoE(nn.Module):
       up=self.param("up_proj", linear_init(), wide, param_dtype).astype(dtype),
       down=self.param("down_proj", linear_init(residual_scale(config)), narrow, param_dtype).astype(dtype),
     )
-    y = expert_mlp(flat, weights, experts, kernels, impl=config.moe_impl).reshape(x.shape)
+    y = apply_experts(functools.partial(expert_mlp, impl=config.moe_impl), x, weights, experts, kernels)
     if config.num_shared_experts:
       y = y + MLP(config, config.num_shared_experts * config.moe_intermediate_size, name="shared_experts")(x)
     return y

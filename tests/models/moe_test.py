@@ -43,7 +43,8 @@ def _inputs(experts_per_token: np.ndarray | None = None) -> tuple[jax.Array, jax
   kernels = moe.ExpertKernels(
     *(rng.normal(size=shape).astype(np.float32) * 0.3 for shape in ((E, D, F), (E, D, F), (E, F, D)))
   )
-  return jnp.asarray(x), jnp.asarray(weights), jnp.asarray(experts_per_token, jnp.int32), jax.tree.map(jnp.asarray, kernels)
+  experts = jnp.asarray(experts_per_token, jnp.int32)
+  return jnp.asarray(x), jnp.asarray(weights), experts, jax.tree.map(jnp.asarray, kernels)
 
 
 CHOICES = {
@@ -76,7 +77,10 @@ def _forward(impl: str) -> Callable[..., jax.Array]:
 @functools.cache
 def _gradient(impl: str) -> Callable[..., tuple[jax.Array, jax.Array, moe.ExpertKernels]]:
   def loss(x: jax.Array, weights: jax.Array, kernels: moe.ExpertKernels, experts: jax.Array) -> jax.Array:
-    y = _loop(x, weights, kernels, experts) if impl == "loop" else moe.expert_mlp(x, weights, experts, kernels, impl=impl)
+    if impl == "loop":
+      y = _loop(x, weights, kernels, experts)
+    else:
+      y = moe.expert_mlp(x, weights, experts, kernels, impl=impl)
     return jnp.sum(jnp.sin(y))
 
   return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
@@ -128,8 +132,10 @@ def test_softmax_routing() -> None:
 def test_sigmoid_routing_with_groups_and_a_bias(groups: int, kept: int) -> None:
   rng = np.random.default_rng(1)
   logits = rng.normal(size=(64, 12)).astype(np.float32)
-  bias = rng.normal(size=12).astype(np.float32)  # as large as the scores: negative choices must not lose to a masked 0
-  config = tiny.sparse(num_experts=12, num_experts_per_tok=3, n_group=groups, topk_group=kept, routed_scaling_factor=2.5)
+  bias = rng.normal(size=12).astype(np.float32)  # as large as the scores: a negative choice must not lose to a masked 0
+  config = tiny.sparse(
+    num_experts=12, num_experts_per_tok=3, n_group=groups, topk_group=kept, routed_scaling_factor=2.5
+  )
   weights, experts = jax.jit(lambda *args: moe.route(*args, config))(logits, bias)
   scores = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
   for n in range(64):

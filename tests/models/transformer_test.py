@@ -158,8 +158,8 @@ def test_only_what_is_fed_is_written() -> None:
   model, _, extend, step = _functions("dense")
   params, tokens = _params("dense"), _sequences()[:, :CHUNK]
   _, cache = extend(
-    params, _marked_cache(model), tokens, np.asarray([2, SLOTS, 0]), np.asarray([1, 0, MAX_LEN - 2]), np.asarray([3, 5, 2]),
-    live_len=MAX_LEN,
+    params, _marked_cache(model), tokens, np.asarray([2, SLOTS, 0]), np.asarray([1, 0, MAX_LEN - 2]),
+    np.asarray([3, 5, 2]), live_len=MAX_LEN,
   )
   want = np.zeros((SLOTS, MAX_LEN), bool)
   want[2, 1:4] = want[0, MAX_LEN - 2 :] = True  # the row of slot SLOTS is ignored

@@ -1,0 +1,91 @@
+"""Flax NNX modules as policies and value models: `nnx_policy`, `nnx_value`.
+
+An NNX module carries its parameters; the learner wants a pure function of a nested dict. The adapter splits the module
+once and rebuilds it inside the function, so that jit, grad, donation, partition and sharding rules work as for our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from sao_jax.types import Params, PolicyApply, PolicyOutput, ValueApply
+
+_Output = TypeVar("_Output")
+
+
+def nnx_policy(
+  module: nnx.Module, forward: Callable[[Any, jax.Array, jax.Array, jax.Array], PolicyOutput]
+) -> tuple[PolicyApply, Params]:
+  """Makes a `types.PolicyApply` out of an NNX module.
+
+  Args:
+    module: any NNX module. Its `nnx.Param`s become the parameters; other state (rotary tables, caches) stays as it is.
+    forward: how to call it: `(module, tokens, positions, segment_ids) -> PolicyOutput(hidden, lm_head)`. It must keep
+      segments apart; updates it makes to non-parameter state are dropped.
+
+  Returns:
+    `(apply, params)`: `apply(params, tokens, positions, segment_ids)`, and the module's parameters as a nested dict of
+    arrays whose keys are the module's attribute names (list indices as strings). The arrays are the module's own: copy
+    them if the module goes on being used and `params` is donated.
+
+  Raises:
+    ValueError: the module has no parameters, or `apply` gets a tree of another shape.
+  """
+  return _pure(module, forward)
+
+
+def nnx_value(
+  module: nnx.Module, forward: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+) -> tuple[ValueApply, Params]:
+  """Makes a `types.ValueApply` out of an NNX module; as `nnx_policy`, with `forward` returning values `[B, T]`."""
+  return _pure(module, forward)
+
+
+def _pure(
+  module: nnx.Module, forward: Callable[[Any, jax.Array, jax.Array, jax.Array], _Output]
+) -> tuple[Callable[[Params, jax.Array, jax.Array, jax.Array], _Output], Params]:
+  graph, state, rest = nnx.split(module, nnx.Param, ...)
+  flat, structure = jax.tree_util.tree_flatten_with_path(state)
+  if not flat:
+    raise ValueError(f"{type(module).__name__} has no nnx.Param: there is nothing to train.")
+  paths = [_names(path) for path, _ in flat]
+
+  def apply(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> _Output:
+    expected = jax.tree.structure(_nest(paths, list(range(len(paths)))))
+    if jax.tree.structure(params) != expected:
+      raise ValueError(f"params must have the structure {expected}; received {jax.tree.structure(params)}.")
+    leaves = [_lookup(params, path) for path in paths]
+    rebuilt = nnx.merge(graph, jax.tree_util.tree_unflatten(structure, leaves), rest)
+    return forward(rebuilt, tokens, positions, segment_ids)
+
+  return apply, _nest(paths, [leaf for _, leaf in flat])
+
+
+def _names(path: Sequence[Any]) -> tuple[str, ...]:
+  """Attribute names and indices of a leaf; the accessor of the variable's own value is not part of the name."""
+  names = []
+  for entry in path:
+    if isinstance(entry, jax.tree_util.GetAttrKey):
+      continue
+    names.append(str(entry.key if hasattr(entry, "key") else entry.idx))
+  return tuple(names)
+
+
+def _nest(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any]) -> Params:
+  nested: dict[str, Any] = {}
+  for path, leaf in zip(paths, leaves, strict=True):
+    inner = nested
+    for name in path[:-1]:
+      inner = inner.setdefault(name, {})
+    inner[path[-1]] = leaf
+  return nested
+
+
+def _lookup(params: Params, path: tuple[str, ...]) -> jax.Array:
+  for name in path:
+    params = params[name]
+  return params
