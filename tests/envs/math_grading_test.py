@@ -10,6 +10,8 @@ from sao_jax.envs.math_grading import MathGrader
 
 pytest.importorskip("math_verify", reason="needs the extra 'envs'")
 
+pytestmark = pytest.mark.timeout(600)  # Starting the grading process imports SymPy: minutes on a busy machine.
+
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[MathGrader]:

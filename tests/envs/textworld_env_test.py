@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("textworld", reason="needs the extra 'envs'")
+
+from sao_jax.envs.textworld_env import TextWorld, TextWorldConfig, textworld_factory
+
+# The package silences its own interpreter's warning about its games; pytest turns it on again.
+pytestmark = [pytest.mark.filterwarnings("ignore:Game .* is not fully supported:UserWarning"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TextWorldConfig:
+  return TextWorldConfig(
+    directory=str(tmp_path_factory.mktemp("games")), num_games=1, seed=1, nb_objects=3, quest_length=2, max_turns=4,
+    list_commands=True,
+  )
+
+
+@pytest.fixture
+def env(config: TextWorldConfig) -> Iterator[TextWorld]:
+  env = textworld_factory(config)()
+  assert isinstance(env, TextWorld)
+  yield env
+  env.close()
+
+
+def test_the_walkthrough_wins(env: TextWorld, config: TextWorldConfig) -> None:
+  prompt = env.reset(0)
+  assert prompt.startswith("<|user|>") and "Commands: " in prompt and "$$" not in prompt
+  commands = env.walkthrough()
+  assert commands
+  for command in commands[:-1]:
+    step = env.step(f"{command}<|end|>")
+    assert not step.done and step.reward == 0.0 and step.observation.startswith("<|output|>")
+  last = env.step(f"{commands[-1]}<|end|>")
+  assert last.done and not last.truncated and last.reward == 1.0 and last.info["success"]
+  games = list(pathlib.Path(config.directory).glob("*.z8"))
+  made = games[0].stat().st_mtime_ns
+  assert env.reset(1) == prompt  # num_games is 1.
+  assert len(games) == 1 and games[0].stat().st_mtime_ns == made
+
+
+def test_nonsense_costs_turns(env: TextWorld) -> None:
+  env.reset(0)
+  for command in ("dance wildly\nlook", "", "xyzzy"):
+    step = env.step(f"{command}<|end|>")
+    assert not step.done and step.reward == 0.0 and len(step.observation) > 30
+  step = env.step("look<|end|>")
+  assert step.done and step.truncated and not step.info["success"]
+
+
+def test_bad_settings_are_refused() -> None:
+  with pytest.raises(ValueError, match="quest_length must be at least 1; received 0"):
+    TextWorldConfig(directory="games", quest_length=0)
+  with pytest.raises(ValueError, match="seed must be at least 0; received -1"):
+    TextWorldConfig(directory="games", seed=-1)
