@@ -13,6 +13,7 @@ Every token passes exactly its `num_experts_per_tok` experts, whatever the imbal
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -168,23 +169,27 @@ def _gmm(
   """The grouped matmul works on whole tiles of rows; what is left over forms a group of its own that it skips."""
   from jax.experimental.pallas.ops.tpu.megablox import ops as megablox  # Pallas takes long to import.
 
-  num_experts, dim, width = kernels.gate.shape
   pairs = experts.size
-  tile = min(512, -(-pairs // 8) * 8)
-  padding = -pairs % tile
-  order, _, sizes = _sorted_by_expert(experts, num_experts)
+  rows_tile, tile = min(512, -(-pairs // 8) * 8), _tile(kernels)
+  padding = -pairs % rows_tile
+  order, _, sizes = _sorted_by_expert(experts, kernels.gate.shape[0])
   row_of = jnp.zeros_like(order).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
   layout = _Layout(jnp.pad(order, (0, padding), constant_values=pairs), row_of.reshape(experts.shape))
   groups = jnp.concatenate([sizes, (pairs + padding - jnp.sum(sizes))[None]])
-  tiles = {"wide": (tile, min(1024, dim), min(1024, width)), "narrow": (tile, min(1024, width), min(1024, dim))}
 
-  def multiply(rows: jax.Array, kernel: jax.Array, which: str) -> jax.Array:
-    product: jax.Array = megablox.gmm(rows, kernel, groups, rows.dtype, tiles[which], interpret=interpret)
+  def multiply(rows: jax.Array, kernel: jax.Array) -> jax.Array:
+    tiling = (rows_tile, tile, tile)  # alike, since the backward pass swaps the last two
+    product: jax.Array = megablox.gmm(rows, kernel, groups, rows.dtype, tiling, interpret=interpret)
     return product
 
   rows = _dispatch(x, layout)
-  hidden = jax.nn.silu(multiply(rows, kernels.gate, "wide")) * multiply(rows, kernels.up, "wide")
-  return _combine(multiply(hidden, kernels.down, "narrow"), weights, layout)
+  hidden = jax.nn.silu(multiply(rows, kernels.gate)) * multiply(rows, kernels.up)
+  return _combine(multiply(hidden, kernels.down), weights, layout)
+
+
+def _tile(kernels: ExpertKernels) -> int:
+  """Side of the kernels' tiles: it divides both dimensions; a multiple of 128 is what a TPU takes."""
+  return math.gcd(*kernels.gate.shape[1:], 1024)
 
 
 def _blocks(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels, *, block: int) -> jax.Array:
@@ -240,7 +245,8 @@ def expert_mlp(
     ValueError: unknown `impl`.
   """
   if impl == "auto":
-    return jax.lax.platform_dependent(x, weights, experts, kernels, cpu=_on_cpu, tpu=_gmm, default=_ragged)
+    on_tpu = _gmm if _tile(kernels) % 128 == 0 else _ragged
+    return jax.lax.platform_dependent(x, weights, experts, kernels, cpu=_on_cpu, tpu=on_tpu, default=_ragged)
   if impl == "ragged":
     return _ragged(x, weights, experts, kernels)
   if impl == "gmm":

@@ -98,13 +98,13 @@ def test_no_token_is_dropped_at_any_imbalance(impl: str, choice: str) -> None:
 def test_gradients_equal_the_definition(choice: str) -> None:
   x, weights, experts, kernels = _inputs(CHOICES[choice])
   want = _gradient("loop")(x, weights, kernels, experts)
-  for impl in IMPLEMENTATIONS:
+  for impl in IMPLEMENTATIONS[:-1]:  # "auto" is one of the others
     got = _gradient(impl)(x, weights, kernels, experts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, want)  # sums of up to 150 terms
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_few_tokens(tokens: int) -> None:
+def test_fewer_tokens_than_experts() -> None:
+  tokens = 3
   x, weights, experts, kernels = _inputs()
   want = _oracle(np.asarray(x[:tokens]), weights, experts, kernels)
   for impl in IMPLEMENTATIONS:

@@ -1,0 +1,96 @@
+"""Expert layers on a mesh: tokens go to all devices that hold other experts, each computes its own, sums come back.
+
+Drop-free at any imbalance, because nothing is sized by an expected load: along the `expert` axis tokens are
+all-gathered, every device runs its E / n experts on the tokens that chose them, a reduce-scatter adds the parts and
+returns each token to its owner. `tensor` splits the width of experts; weights that lie over `fsdp` and `context`
+are gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from sao_jax.models.mesh import ROWS, SHARD, Names, ambient_mesh, axes_for
+
+Kernels = TypeVar("Kernels", bound=tuple[jax.Array, ...])
+ExpertMlp: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, Kernels], jax.Array]
+"""`(x [N, D], weights [N, k], experts [N, k], kernels) -> [N, D]`; ids past the last expert contribute nothing if their
+weight is 0."""
+
+
+def apply_experts(
+  expert_mlp: ExpertMlp[Kernels], x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels
+) -> jax.Array:
+  """`expert_mlp` over tokens of any leading shape, spread over the ambient mesh if there is one.
+
+  Args:
+    expert_mlp: see `ExpertMlp`.
+    x: `[B, T, D]` (packed rows) or `[S, D]` (one token per slot).
+    weights: `[..., k]` float32.
+    experts: `[..., k]` int32.
+    kernels: gate `[E, D, F]`, up `[E, D, F]`, down `[E, F, D]`.
+
+  Returns:
+    The shape and dtype of x.
+  """
+  mesh = ambient_mesh()
+  if mesh is None:
+    return _flat(expert_mlp, x, weights, experts, kernels)
+  if x.ndim == 2:
+    grouped = (array[:, None] for array in (x, weights, experts))
+    return _on_mesh(mesh, expert_mlp, *grouped, kernels)[:, 0]
+  return _on_mesh(mesh, expert_mlp, x, weights, experts, kernels)
+
+
+def _flat(
+  expert_mlp: ExpertMlp[Kernels], x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels
+) -> jax.Array:
+  flat = (array.reshape(-1, array.shape[-1]) for array in (x, weights, experts))
+  return expert_mlp(*flat, kernels).reshape(x.shape)
+
+
+def _on_mesh(
+  mesh: AbstractMesh,
+  expert_mlp: ExpertMlp[Kernels],
+  x: jax.Array,
+  weights: jax.Array,
+  experts: jax.Array,
+  kernels: Kernels,
+) -> jax.Array:
+  num_experts, dim, width = kernels[0].shape
+  rows, context = axes_for(mesh, x.shape[0], *ROWS), axes_for(mesh, x.shape[1], "context")
+  split, tensor = axes_for(mesh, num_experts, "expert"), axes_for(mesh, width, "tensor")
+  shard = axes_for(mesh, dim, *SHARD)
+  # With rows that do not divide, every device already holds all tokens and only the sum is left to do.
+  travel: Names = split if "expert" in rows else ()
+
+  def local(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels) -> jax.Array:
+    if shard:
+      gate, up, down = kernels
+      gate, up = (jax.lax.all_gather(kernel, shard, axis=1, tiled=True) for kernel in (gate, up))
+      kernels = type(kernels)(*(gate, up, jax.lax.all_gather(down, shard, axis=2, tiled=True)))
+    if travel:
+      x, weights, experts = (jax.lax.all_gather(a, travel, axis=0, tiled=True) for a in (x, weights, experts))
+    if split:
+      count = kernels[0].shape[0]
+      experts = experts - jax.lax.axis_index("expert") * count
+      mine = (experts >= 0) & (experts < count)
+      weights, experts = jnp.where(mine, weights, 0.0), jnp.where(mine, experts, count)
+    y = _flat(expert_mlp, x, weights, experts, kernels)
+    others = tensor + (() if travel else split)
+    y = jax.lax.psum(y, others) if others else y
+    return jax.lax.psum_scatter(y, travel, scatter_dimension=0, tiled=True) if travel else y
+
+  tokens = P(rows or None, context or None, None)
+  wide, narrow = P(split or None, shard or None, tensor or None), P(split or None, tensor or None, shard or None)
+  run = jax.shard_map(
+    local, mesh=mesh, in_specs=(tokens, tokens, tokens, type(kernels)(*(wide, wide, narrow))), out_specs=tokens,
+    check_vma=False,  # Kernels inside cannot declare over which axes their results vary.
+  )  # fmt: skip
+  return run(x, weights, experts, kernels)

@@ -1,0 +1,39 @@
+"""What layers need to know of the mesh they are traced on: JAX's ambient mesh, if there is one.
+
+The compiler places what a layer leaves open. Layers with kernels of their own (expert layers, attention over long rows)
+run under `jax.shard_map` instead, because the compiler cannot look into a kernel, a sort or a loop over blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+ROWS = ("data", "fsdp", "expert")
+"""Mesh axes that split rows of a batch; see the table in `sharding/rules.py`."""
+SHARD = ("fsdp", "context")
+"""Mesh axes over which an expert's weights lie scattered until they are used."""
+
+Names: TypeAlias = tuple[str, ...]
+
+
+def ambient_mesh() -> AbstractMesh | None:
+  """The mesh of the computation being traced; None off a mesh, on a single device and inside `shard_map`."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+    return None
+  return mesh
+
+
+def axes_in_use(mesh: AbstractMesh, *names: str) -> Names:
+  """Those of the named axes that the mesh has with more than one device."""
+  return tuple(name for name in names if mesh.shape.get(name, 1) > 1)
+
+
+def axes_for(mesh: AbstractMesh, size: int, *names: str) -> Names:
+  """The axes in use if together they divide `size`, else none: the dimension is then held whole by every device."""
+  used = axes_in_use(mesh, *names)
+  return used if size % math.prod(mesh.shape[name] for name in used) == 0 else ()

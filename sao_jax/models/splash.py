@@ -1,0 +1,66 @@
+"""Splash attention: the Pallas kernel for TPUs that JAX ships, with segments, on a mesh or off it."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sao_jax.models.attention import specs
+
+_BLOCK = 512
+_LANES = 128
+
+
+def attend(
+  mesh: AbstractMesh | None, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float, *,
+  interpret: bool = False,
+) -> jax.Array:
+  """See `attention.packed_attention`; `interpret` runs the kernel without a TPU."""
+  q = (q * scale).astype(q.dtype)
+  if mesh is None:
+    kernel = make_kernel(q.shape[2], q.shape[1], head_shards=1, query_shards=1, interpret=interpret)
+    return _run(kernel, q, k, v, segment_ids, segment_ids)
+  queries, keys, query_segments, key_segments = specs(mesh, q, k)
+  kernel = make_kernel(
+    q.shape[2], q.shape[1], head_shards=mesh.shape["tensor"] if queries[2] else 1,
+    query_shards=mesh.shape["context"] if queries[1] else 1, interpret=interpret,
+  )  # fmt: skip
+  kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(queries[2], queries[1])))
+  run = jax.shard_map(
+    _run, mesh=mesh, in_specs=(kernel_spec, queries, keys, keys, query_segments, key_segments), out_specs=queries,
+    check_vma=False,
+  )  # fmt: skip
+  return run(kernel, q, k, v, segment_ids, segment_ids)
+
+
+def make_kernel(
+  heads: int, length: int, *, head_shards: int, query_shards: int, interpret: bool
+) -> kernels.SplashAttentionKernel:
+  """The causal kernel for rows of `length` tokens, its block table split as heads and queries are."""
+  block = math.gcd(length // query_shards, _BLOCK)
+  if block % _LANES:
+    raise ValueError(
+      f"splash attention needs a multiple of {_LANES} tokens per row and device; received {length} / {query_shards}."
+    )
+  sizes = kernels.BlockSizes(
+    block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+  )
+  mask = masks.MultiHeadMask([masks.CausalMask((length, length)) for _ in range(heads)])
+  return kernels.make_splash_mha(
+    mask, head_shards=head_shards, q_seq_shards=query_shards, block_sizes=sizes, interpret=interpret
+  )
+
+
+def _run(
+  kernel: kernels.SplashAttentionKernel, q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array,
+  k_segments: jax.Array,
+) -> jax.Array:
+  heads_first = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+  out = jax.vmap(kernel)(*heads_first, kernels.SegmentIds(q_segments, k_segments))
+  return jnp.swapaxes(out, 1, 2).astype(q.dtype)
