@@ -109,7 +109,7 @@ def run(
     best_raw = max(best_raw, raw(1)[0].size / (time.perf_counter() - began))
     print(f"  engine {rate:>9,.0f} tokens/s   sampler {best_raw:>9,.0f} tokens/s   trajectories of {length:.0f}")
   result = {"tokens_per_s": best, "sampler_tokens_per_s": best_raw, "ratio": best / best_raw}
-  print(f"{slots} slots on {jax.devices()[0].device_kind}: the engine keeps {result['ratio']:.0%} of the sampler's rate")
+  print(f"{slots} slots on {jax.devices()[0].device_kind}: the engine keeps {result['ratio']:.0%} of it")
   return result
 
 
