@@ -38,50 +38,55 @@ def packed_row(rng: np.random.Generator, length: int, segments: int):
   return r, v, mask, ids.astype(np.int32)
 
 
-@given(seed=st.integers(0, 2**32 - 1), packed=st.booleans(), vector=st.booleans(), kind=st.sampled_from("ztn"))
+# (packed, discount and lambda_ per token, kind of bootstrap): each is compiled once per scan.
+CASES = [(True, False, "zero"), (True, True, "per token"), (True, False, "per segment"), (False, True, "per token")]
+
+
+@given(seed=st.integers(0, 2**32 - 1), case=st.sampled_from(CASES))
 @pytest.mark.parametrize("scan", IMPLEMENTATIONS)
-def test_gae_and_returns_are_the_definition(scan, seed, packed, vector, kind):
+def test_gae_is_the_definition(scan, seed, case):
+  packed, vector, kind = case
   rng = np.random.default_rng(seed)
   r, v, mask, ids = packed_row(rng, T, 3)
-  ids = ids if packed else None
   discount, lambda_ = rng.random(2).astype(np.float32)
   if vector:
     discount, lambda_ = (np.where(mask, rng.random(T), np.nan).astype(np.float32) for _ in range(2))
-  per_segment = rng.normal(size=4).astype(np.float32)  # entry 0 belongs to padding
-  last = np.zeros(T)
-  if kind == "z":
-    bootstrap = seen = 0.0
-  elif kind == "t" or not packed:
-    bootstrap = np.full(T, np.nan, np.float32)
+  bootstrap = seen = np.float32(0)
+  if kind == "per segment":
+    bootstrap = rng.normal(size=4).astype(np.float32)  # entry 0 belongs to padding
+    seen = bootstrap[ids]
+  ids = ids if packed else None
+  if kind == "per token":
+    bootstrap = seen = np.full(T, np.nan, np.float32)
     for chain in oracles.action_chains(mask, ids):
-      bootstrap[chain[-1]] = last[chain[-1]] = rng.normal()
-    seen = last
-  else:
-    bootstrap, seen = per_segment, per_segment[ids]
-  both = _both(scan)
-  gae, returns = both(r, v, mask, discount, lambda_, bootstrap, ids)
+      bootstrap[chain[-1]] = rng.normal()
+  gae = SCANS[scan](r, v, mask, discount, lambda_, bootstrap, ids)
   expected = oracles.gae(r, v, mask, discount=discount, lambda_=lambda_, bootstrap=seen, segment_ids=ids)
   np.testing.assert_allclose(gae, expected, rtol=1e-4, atol=1e-5)
-  np.testing.assert_allclose(returns, np.where(mask, expected + np.nan_to_num(v), 0), rtol=1e-4, atol=1e-5)
-  assert gae.dtype == returns.dtype == jnp.float32
+  assert gae.dtype == jnp.float32
 
 
-_COMPILED: dict = {}
+def run_gae(scan, r, v, mask, discount, lambda_, bootstrap, ids):
+  keywords = {"discount": discount, "lambda_": lambda_, "bootstrap_value": bootstrap, "segment_ids": ids}
+  with pytest.MonkeyPatch.context() as patch:
+    if scan == "associative":
+      patch.setattr(_recurrences, "gae", _recurrences.gae_associative)
+      patch.setattr(_recurrences, "fill", _recurrences.fill_associative)
+    return advantages.skip_observation_gae(r, v, mask, **keywords)
 
 
-def _both(scan):
-  """One jitted function per scan, so that hypothesis compiles each argument structure once."""
+SCANS = {name: jax.jit(partial(run_gae, name)) for name in IMPLEMENTATIONS}
 
-  def run(r, v, mask, discount, lambda_, bootstrap, ids):
-    keywords = {"discount": discount, "lambda_": lambda_, "bootstrap_value": bootstrap, "segment_ids": ids}
-    with pytest.MonkeyPatch.context() as patch:
-      if scan == "associative":
-        patch.setattr(_recurrences, "gae", _recurrences.gae_associative)
-        patch.setattr(_recurrences, "fill", _recurrences.fill_associative)
-      adv = advantages.skip_observation_gae(r, v, mask, **keywords)
-      return adv, advantages.skip_observation_returns(r, v, mask, **keywords)
 
-  return _COMPILED.setdefault(scan, jax.jit(run))
+def test_returns_are_advantages_plus_values_on_action_tokens():
+  rng = np.random.default_rng(5)
+  r, v, mask, ids = packed_row(rng, T, 3)
+  keywords = {"discount": 0.9, "lambda_": 0.8, "segment_ids": ids}
+  bootstrap = rng.normal(size=4).astype(np.float32)
+  returns = advantages.skip_observation_returns(r, v, mask, bootstrap_value=bootstrap, **keywords)
+  expected = oracles.gae(r, v, mask, bootstrap=bootstrap[ids], **keywords) + np.nan_to_num(v)
+  np.testing.assert_allclose(returns, np.where(mask, expected, 0), rtol=1e-4, atol=1e-5)
+  assert returns.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -160,10 +165,9 @@ def test_65536_tokens(scan):
   lengths = np.bincount(ids[mask], minlength=41)
   lambda_ = np.asarray(advantages.length_adaptive_lambda(lengths))[ids]
   bootstrap = rng.normal(size=41).astype(np.float32)
-  adv, returns = _both(scan)(r, v, mask, 1.0, lambda_, bootstrap, ids)
+  adv = SCANS[scan](r, v, mask, np.float32(1), lambda_, bootstrap, ids)
   expected = oracles.gae(r, v, mask, discount=1.0, lambda_=lambda_, bootstrap=bootstrap[ids], segment_ids=ids)
   np.testing.assert_allclose(adv, expected, rtol=1e-4, atol=2e-3)
-  np.testing.assert_allclose(returns, np.where(mask, expected + np.nan_to_num(v), 0), rtol=1e-4, atol=2e-3)
 
 
 def test_cpu_programs_hold_the_sequential_scan_alone():
@@ -196,13 +200,13 @@ def test_integer_rewards_and_half_precision_values():
   np.testing.assert_allclose(adv, [0.5, 0.5])
 
 
-@given(
-  seed=st.integers(0, 2**32 - 1),
-  packed=st.booleans(),
-  turns=st.booleans(),
-  step_value=st.sampled_from(["mean", "last"]),
-)
-def test_step_level_gae_is_the_definition(seed, packed, turns, step_value):
+# (packed, turn ids given, step_value): each is compiled once.
+STEP_CASES = [(True, True, "mean"), (True, False, "last"), (False, True, "last"), (False, False, "mean")]
+
+
+@given(seed=st.integers(0, 2**32 - 1), case=st.sampled_from(STEP_CASES))
+def test_step_level_gae_is_the_definition(seed, case):
+  packed, turns, step_value = case
   rng = np.random.default_rng(seed)
   r, v, mask, ids = packed_row(rng, T, 2)
   turn_ids = np.where(mask, np.cumsum(rng.random(T) < 0.5) + 1, 0) if turns else None
@@ -211,7 +215,7 @@ def test_step_level_gae_is_the_definition(seed, packed, turns, step_value):
   bootstrap = np.full(T, np.nan, np.float32)
   for chain in oracles.action_chains(mask, ids):
     bootstrap[chain[-1]] = rng.normal()
-  actual = _STEP(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value)
+  actual = step_level(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value)
   expected = oracles.step_gae(
     r, v, mask, discount=discount, lambda_=lambda_, step_value=step_value, bootstrap=bootstrap, segment_ids=ids,
     turn_ids=turn_ids,
@@ -220,7 +224,7 @@ def test_step_level_gae_is_the_definition(seed, packed, turns, step_value):
 
 
 @partial(jax.jit, static_argnums=8)
-def _STEP(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value):
+def step_level(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value):
   return advantages.step_level_gae(
     r, v, mask, discount=discount, lambda_=lambda_, step_value=step_value, bootstrap_value=bootstrap, segment_ids=ids,
     turn_ids_t=turn_ids,
@@ -228,13 +232,15 @@ def _STEP(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value):
 
 
 def test_touching_turns_are_two_steps_only_if_turn_ids_say_so():
-  r, v, mask = jnp.array([1.0, 0, 1, 1]), jnp.zeros(4), jnp.ones(4, bool)
-  f = partial(advantages.step_level_gae, r, v, mask, discount=0.5, lambda_=1.0, step_value="last")
-  np.testing.assert_allclose(f(), [3, 3, 3, 3])
-  np.testing.assert_allclose(f(turn_ids_t=jnp.array([1, 1, 2, 2])), [2, 2, 2, 2])
-  np.testing.assert_allclose(f(turn_ids_t=jnp.array([1, 2, 2, 2])), [2, 2, 2, 2])
-  assert not np.asarray(advantages.step_level_gae(
-    r * jnp.nan, r * jnp.nan, jnp.zeros(4, bool), discount=1.0, lambda_=1.0, step_value="mean")).any()
+  r, v, mask = np.zeros(T, np.float32), np.zeros(T, np.float32), np.arange(T) < 4
+  r[:4] = [1, 0, 1, 1]
+  half, one, bootstrap = np.full(T, 0.5, np.float32), np.ones(T, np.float32), np.zeros(T, np.float32)
+  f = partial(step_level, r, v, mask, half, one, bootstrap, None)
+  np.testing.assert_allclose(f(None, "mean")[:4], [3, 3, 3, 3])
+  for turns, expected in (([1, 1, 2, 2], [2, 2, 2, 2]), ([1, 1, 1, 2], [2.5, 2.5, 2.5, 1])):
+    np.testing.assert_allclose(f(np.array(turns + [0] * (T - 4)), "last")[:4], expected)
+  nothing = step_level(r * np.nan, v, mask & False, half, one, bootstrap * np.nan, None, None, "mean")
+  np.testing.assert_array_equal(nothing, np.zeros(T))
 
 
 def test_length_adaptive_lambda():
@@ -254,20 +260,21 @@ def test_length_adaptive_lambda():
 )
 def test_group_relative_advantages_are_the_definition(pairs, normalize_std):
   ids, rewards = (np.array(x) for x in zip(*pairs, strict=True))
-  actual = _GROUP(rewards, ids, normalize_std)
+  actual = group(rewards.astype(np.float32), ids, normalize_std)
   expected = oracles.group_advantages(rewards, ids, normalize_std=normalize_std)
   np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-4)
 
 
-_GROUP = jax.jit(
+group = jax.jit(
   lambda r, ids, std: advantages.group_relative_advantages(r, ids, num_groups=4, normalize_std=std), static_argnums=2
 )
 
 
 def test_groups_of_equal_rewards_have_no_advantage_at_all():
-  adv = advantages.group_relative_advantages(jnp.full(7, 0.1), jnp.array([0, 0, 0, 0, 0, 0, 1]), num_groups=3)
-  np.testing.assert_array_equal(adv, np.zeros(7))
-  assert np.isnan(advantages.group_relative_advantages(jnp.ones(2), jnp.array([0, 3]), num_groups=3)[1])
+  rewards = np.full(10, 0.1, np.float32)
+  np.testing.assert_array_equal(group(rewards, np.array([0] * 9 + [1]), True), np.zeros(10))
+  unknown = group(rewards, np.array([0] * 8 + [4, -1]), True)  # traced ids cannot be checked
+  np.testing.assert_array_equal(np.isnan(unknown), [False] * 8 + [True] * 2)
 
 
 def test_bad_input():

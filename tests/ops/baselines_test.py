@@ -34,9 +34,9 @@ def test_running_mean_is_the_mean_of_the_last_rewards_in_order(calls):
 def test_before_any_reward_it_is_zero_and_one_prompt_is_the_global_window():
   state = baselines.RunningMean.init(1, window=128)
   assert float(state.value(0)) == 0.0
-  rewards = np.arange(300) % 7
-  for part in np.split(rewards, [50, 250]):
-    state = state.update(np.zeros(len(part), int), part)
+  rewards = (np.arange(300) % 7).astype(np.float32)
+  for part in np.split(rewards, 2):
+    state = UPDATE(state, np.zeros(150, int), part)
   assert float(state.value(0)) == pytest.approx(rewards[-128:].mean(), rel=1e-6)
   assert state.rewards.dtype == jnp.float32
 
