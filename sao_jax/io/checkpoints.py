@@ -101,12 +101,20 @@ class Checkpointer:
     Raises:
       CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    self.wait()
-    try:
-      self._verify(step)
-    except _DAMAGE as error:
-      raise CheckpointError(f"Checkpoint {self.path(step)} is missing or damaged: {error}") from error
+    self._require_intact(step)
     return dict(self._read_body(step)["host"])
+
+  def arrays(self, step: int) -> dict[str, np.ndarray]:
+    """The arrays of a step's checkpoint by path, as they were saved, for inspection: no template is needed.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    self._require_intact(step)
+    leaves = self._read_body(step)["leaves"]
+    empty = {name: np.empty(leaf["shape"], jnp.dtype(leaf["dtype"])) for name, leaf in leaves.items()}
+    tree = self._read_tree(step, _nest(empty))
+    return {name: np.asarray(_unnest(tree, name)) for name in leaves}
 
   def save(
     self, step: int, state: types.Params, host: Mapping[str, Any], *, metric: float | None = None
@@ -215,6 +223,13 @@ class Checkpointer:
         raise ValueError(f"size or checksum of {name} is wrong")
     return listing
 
+  def _require_intact(self, step: int) -> None:
+    self.wait()
+    try:
+      self._verify(step)
+    except _DAMAGE as error:
+      raise CheckpointError(f"Checkpoint {self.path(step)} is missing or damaged: {error}") from error
+
   def _retain(self) -> None:
     steps = self.steps()
     metrics = {}
@@ -266,11 +281,14 @@ class Checkpointer:
 
   def _read_state(self, step: int, template: types.Params) -> types.Params:
     leaves = _named_leaves(template)
-    nested = _nest({name: _abstract(leaf) for name, leaf in leaves.items()})
-    args = ocp.args.PyTreeRestore(item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested))
-    tree = self._orbax.restore(self.path(step), args=ocp.args.Composite(state=args))["state"]
+    tree = self._read_tree(step, _nest({name: _abstract(leaf) for name, leaf in leaves.items()}))
     restored = [_like(leaf, _unnest(tree, name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(template), restored)
+
+  def _read_tree(self, step: int, nested: dict[str, Any]) -> dict[str, Any]:
+    args = ocp.args.PyTreeRestore(item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested))
+    tree: dict[str, Any] = self._orbax.restore(self.path(step), args=ocp.args.Composite(state=args))["state"]
+    return tree
 
 
 def _named_leaves(tree: types.Params) -> dict[str, Any]:

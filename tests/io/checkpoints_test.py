@@ -211,6 +211,20 @@ def test_host_state_alone(tmp_path):
       checkpointer.host_state(7)
 
 
+def test_arrays_need_no_template(tmp_path):
+  save_steps(tmp_path, [3])
+  with open_(tmp_path, read_only=True) as checkpointer:
+    arrays = checkpointer.arrays(3)
+    with pytest.raises(checkpoints.CheckpointError, match="missing"):
+      checkpointer.arrays(4)
+  state = make_state(3)
+  kernel = state["critic"]["layers_0"]["attention"]["q_proj"]["kernel"]
+  saved = arrays["critic/layers_0/attention/q_proj/kernel"]
+  assert saved.dtype == jnp.bfloat16 and saved.tobytes() == np.asarray(kernel).tobytes()
+  assert arrays["host_counts"].tolist() == [3, 4, 5] and arrays["scalar"] == 3
+  assert len(arrays) == len(jax.tree.leaves(state))
+
+
 def test_bad_arguments(tmp_path):
   with pytest.raises(ValueError, match="keep must be >= 1"):
     open_(tmp_path, keep=0)
