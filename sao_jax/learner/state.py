@@ -91,7 +91,10 @@ def commit(state: StateT, params: Params) -> StateT:
   A jitted step's outputs are tied to a device if any input is; without this its second call would find other placements
   than its first, and be compiled again.
   """
-  home = jax.tree.leaves(params)[0].sharding
+  first = jax.tree.leaves(params)[0]
+  if isinstance(first, jax.core.Tracer):
+    return state  # shapes alone (`jax.eval_shape`): nothing lies anywhere
+  home = first.sharding
   if isinstance(home, jax.sharding.NamedSharding):
     home = jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
 

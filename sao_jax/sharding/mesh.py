@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "fsdp", "tensor", "expert", "context")
@@ -90,4 +91,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
   if devices[0].platform == "cpu":
     # Virtual devices have no topology to fit the axes to.
     return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=types)
-  return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+  # An axis may take part of a physical one: eight by eight devices lie on a torus of four by four by four, too.
+  grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  return Mesh(grid, AXES, axis_types=types)

@@ -1,0 +1,167 @@
+"""Compiles the learner's and the engine's programs from shapes alone: no weight exists at any time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments import hlo
+from sao_jax.learner import LearnerConfig, LearnerState, init_state, make_critic_step
+from sao_jax.learner.update import update_policy
+from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy, policy_apply, value_apply
+from sao_jax.sharding import batch_shardings, cache_shardings, hold_sharded, on_mesh, replicated, shardings_for
+from sao_jax.sharding.rules import ROWS
+from sao_jax.types import TokenBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+  """What a compiled program needs on one device; bytes and FLOPs per device."""
+
+  arguments: float
+  outputs: float
+  aliased: float
+  """Outputs that reuse the memory of (donated) arguments."""
+  temporaries: float
+  flops: float
+  """As the compiler counts them: loops once, Pallas kernels not at all."""
+  bytes_moved: float
+  collectives: Mapping[str, hlo.Traffic]
+
+  @property
+  def peak(self) -> float:
+    """Bytes that must fit: arguments, outputs that need room of their own, temporaries."""
+    return self.arguments + self.outputs - self.aliased + self.temporaries
+
+  def extrapolate(self, other: Program, steps: float) -> Program:
+    """`self + steps * (self - other)` in every number: for programs that differ in their number of layers."""
+
+    def along(a: float, b: float) -> float:
+      return a + steps * (a - b)
+
+    kinds = self.collectives.keys() | other.collectives.keys()
+    none = hlo.Traffic(0, 0)
+    pairs = {kind: (self.collectives.get(kind, none), other.collectives.get(kind, none)) for kind in sorted(kinds)}
+    numbers = {
+      field.name: along(getattr(self, field.name), getattr(other, field.name))
+      for field in dataclasses.fields(self) if field.name != "collectives"
+    }  # fmt: skip
+    traffic = {
+      kind: hlo.Traffic(round(along(a.count, b.count)), round(along(a.bytes, b.bytes)))
+      for kind, (a, b) in pairs.items()
+    }
+    return Program(**numbers, collectives=traffic)
+
+
+class Workload(NamedTuple):
+  """Sizes of one step."""
+
+  rows: int
+  seq: int
+  slots: int
+
+
+def compile_program(lowered: jax.stages.Lowered) -> Program:
+  """Compiles, and reads the figures."""
+  compiled = lowered.compile()
+  memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+  return Program(
+    arguments=memory.argument_size_in_bytes,
+    outputs=memory.output_size_in_bytes,
+    aliased=memory.alias_size_in_bytes,
+    temporaries=memory.temp_size_in_bytes,
+    flops=cost.get("flops", math.nan),
+    bytes_moved=cost.get("bytes accessed", math.nan),
+    collectives=hlo.collectives(compiled.as_text()),
+  )
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+  """Shapes with their shardings."""
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def state_shapes(model: ModelConfig, learner: LearnerConfig) -> LearnerState:
+  """Shapes of policy, critic and both optimizers."""
+
+  def make() -> LearnerState:
+    key = jax.random.key(0)
+    return init_state(learner, init_policy(model, key), init_critic(model, key))
+
+  return jax.eval_shape(make)
+
+
+def batch_shapes(load: Workload) -> TokenBatch:
+  """One microbatch `[1, B, T]`."""
+  dtypes = dict.fromkeys(("tokens", "positions", "segment_ids", "turn_ids"), jnp.int32)
+  dtypes |= dict.fromkeys(("action_mask", "truncated"), jnp.bool_)
+  dtypes |= dict.fromkeys(("behavior_logp", "rewards", "lambda_policy", "baseline_adv"), jnp.float32)
+  return TokenBatch(**{k: jax.ShapeDtypeStruct((1, load.rows, load.seq), dtype) for k, dtype in dtypes.items()})
+
+
+def lower_policy_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+  """The policy's update on given advantages. The critic is left out: it need not be on the device then."""
+  apply = hold_sharded(policy_apply(model), mesh)
+  state = state_shapes(model, learner)._replace(critic=None, critic_opt=None)
+
+  def step(state: LearnerState, batch: TokenBatch, adv: jax.Array, count: jax.Array) -> Any:
+    return update_policy(learner, apply, state, batch, adv, count)
+
+  batch = batch_shapes(load)
+  return _lower_step(step, mesh, state, batch, batch.rewards)
+
+
+def lower_critic_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+  """The critic's K updates, its frozen part frozen. The policy is left out."""
+  step = make_critic_step(learner, hold_sharded(value_apply(model), mesh), jit=False)
+  state = state_shapes(model, learner)._replace(policy=None, policy_opt=None)
+  return _lower_step(step, mesh, state, batch_shapes(load))
+
+
+def _lower_step(step: Callable[..., Any], mesh: Mesh, state: LearnerState, *inputs: Any) -> jax.stages.Lowered:
+  state_shardings, whole = shardings_for(state, mesh), replicated(mesh)
+  arguments = [placed(state, state_shardings)]
+  arguments += [placed(x, _batch_shardings(x, mesh)) for x in inputs]
+  count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+  jitted = jax.jit(on_mesh(step, mesh), donate_argnums=0, out_shardings=(state_shardings, whole))
+  return jitted.lower(*arguments, count)
+
+
+def _batch_shardings(x: Any, mesh: Mesh) -> Any:
+  return batch_shardings(x, mesh) if isinstance(x, TokenBatch) else batch_shardings({"adv": x}, mesh)["adv"]
+
+
+def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+  """One token for every slot: logits of the next one, caches of `seq` tokens updated in place."""
+  policy = cached_policy(model)
+
+  def step(params: Any, cache: Any, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
+    hidden, cache = policy.step(params, cache, tokens, positions, live_len=load.seq)
+    return jnp.dot(hidden, policy.lm_head(params), preferred_element_type=jnp.float32), cache
+
+  params = jax.eval_shape(lambda: init_policy(model, jax.random.key(0)))
+  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, model.compute_dtype), params)
+  cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.seq))
+  rows = tuple(axis for axis in ROWS if mesh.shape[axis] > 1) or None
+  slots = jax.ShapeDtypeStruct((load.slots,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
+  cache_places = cache_shardings(cache, mesh)
+  logits = NamedSharding(mesh, PartitionSpec(rows, "tensor"))
+  jitted = jax.jit(on_mesh(step, mesh), donate_argnums=1, out_shardings=(logits, cache_places))
+  return jitted.lower(placed(params, shardings_for(params, mesh)), placed(cache, cache_places), slots, slots)
+
+
+def device_bytes(tree: Any, mesh: Mesh) -> int:
+  """Bytes of a tree of shapes on one device, by the rules."""
+  pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings_for(tree, mesh)), strict=True)
+  return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+
+
+def total_bytes(tree: Any) -> int:
+  """Bytes of a tree of shapes."""
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

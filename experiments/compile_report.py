@@ -1,0 +1,178 @@
+"""What a model needs on a mesh, without weights and without the devices: `python -m experiments.compile_report`.
+
+Lowers and compiles the policy step, the critic step and the decode step from shapes, and prints memory per device,
+FLOPs, bytes moved, collectives, and what the critic's frozen attention saves. With the `libtpu` package it compiles for
+a real TPU topology on any machine:
+
+    python -m experiments.compile_report --model=qwen3_30b_a3b --mesh=fsdp=8,context=8 --seq=131072 --topology=v5p:4x4x4
+
+Deep models are compiled at two small depths and extrapolated in the number of layers (their layers are alike);
+`--exact` compiles all layers. What is resident is computed from shapes, at full depth, in either case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+from absl import app, flags
+from jax.sharding import Mesh
+
+from experiments import aot
+from experiments.presets.model_configs import MODELS
+from sao_jax.learner import LearnerConfig
+from sao_jax.learner.partition import parameter_counts
+from sao_jax.models import ModelConfig
+from sao_jax.sharding import MeshConfig, make_mesh, parse_mesh
+from sao_jax.sharding.mesh import AXES
+
+PROGRAMS = ("policy", "critic", "decode")
+_HBM_GB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
+_EXACT_UP_TO = 8
+
+_MODEL = flags.DEFINE_enum("model", "qwen3_0p6b", sorted(MODELS), "Architecture.")
+_MESH = flags.DEFINE_string("mesh", "fsdp=8", "Axes and sizes, e.g. fsdp=8,context=4; with --topology, one may be -1.")
+_SEQ = flags.DEFINE_integer("seq", 4096, "Tokens of a row, and of a slot's cache.", lower_bound=2)
+_ROWS = flags.DEFINE_integer("rows", None, "Rows of a microbatch. Default: one for each way that the mesh splits rows.")
+_SLOTS = flags.DEFINE_integer("slots", None, "Slots of the decode step. Default: as many as rows.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "TPU to compile for, e.g. v5p:4x4x4 or v6e:8x8 (needs libtpu).")
+_PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), f"Which of {', '.join(PROGRAMS)} to compile.")
+_ATTENTION = flags.DEFINE_string("attention", "auto", "attention_impl.")
+_MOE = flags.DEFINE_string("moe", "auto", "moe_impl.")
+_REMAT = flags.DEFINE_string("remat", "full", "What a layer's backward pass recomputes.")
+_EXACT = flags.DEFINE_bool("exact", False, "Compile all layers rather than extrapolate.")
+_FROZEN = flags.DEFINE_list("frozen", ["attention"], "Frozen parts of the critic.")
+_CHUNK = flags.DEFINE_integer("logprob_chunk", 4096, "Tokens whose logits are held at once, over all devices.")
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  unknown = set(_PROGRAMS.value) - set(PROGRAMS)
+  if unknown:
+    raise app.UsageError(f"--programs must name some of {', '.join(PROGRAMS)}; received {', '.join(sorted(unknown))}.")
+  mesh = build_mesh(parse_mesh(_MESH.value), _TOPOLOGY.value)
+  model = build_model()
+  ways = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+  rows = _ROWS.value or ways
+  load = aot.Workload(rows=rows, seq=_SEQ.value, slots=_SLOTS.value or rows)
+  learner = LearnerConfig(
+    eps_low=0.3, eps_high=5.0, frozen_critic=tuple(_FROZEN.value), row_length=load.seq, rows_per_microbatch=rows,
+    logprob_chunk_size=_CHUNK.value,
+  )  # fmt: skip
+  axes = ", ".join(f"{name}={mesh.shape[name]}" for name in AXES if mesh.shape[name] > 1) or "one device"
+  target = _TOPOLOGY.value or f"{mesh.size} virtual CPU devices"
+  print(f"{_MODEL.value} on {target}: {axes}; {load.rows} rows x {load.seq} tokens, {load.slots} slots")
+  print(f"attention_impl={model.attention_impl} moe_impl={model.moe_impl} remat={model.remat} dtype={model.dtype}")
+  report_resident(model, learner, mesh)
+  for name in _PROGRAMS.value:
+    report_program(name, model, learner, mesh, load)
+
+
+def build_mesh(config: MeshConfig, topology: str | None) -> Mesh:
+  """A mesh of the topology's devices, or of as many virtual CPU devices as the axes multiply to."""
+  jax.config.update("jax_platforms", "cpu")
+  if topology is not None:
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # There is no TPU here to ask.
+    from jax.experimental import topologies
+
+    try:
+      description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except Exception as error:
+      raise RuntimeError(f"--topology={topology} needs the libtpu package and a name that it knows: {error}") from error
+    return make_mesh(config, description.devices)
+  if -1 in config.axes().values():
+    raise ValueError(f"--mesh must give every size where there is no --topology; received {_MESH.value!r}.")
+  jax.config.update("jax_num_cpu_devices", math.prod(config.axes().values()))
+  return make_mesh(config)
+
+
+def build_model() -> ModelConfig:
+  return dataclasses.replace(
+    MODELS[_MODEL.value](), dtype="bfloat16", remat=_REMAT.value, attention_impl=_ATTENTION.value, moe_impl=_MOE.value
+  )
+
+
+def report_resident(model: ModelConfig, learner: LearnerConfig, mesh: Mesh) -> None:
+  """Weights and optimizer states by the rules, and what freezing leaves out."""
+  state = aot.state_shapes(model, learner)
+  print(f"\n{'resident':<22}{'total':>12}{'per device':>12}")
+  parts = ("policy", "policy_opt", "critic", "critic_opt")
+  for name in parts:
+    tree = getattr(state, name)
+    print(f"{name:<22}{readable(aot.total_bytes(tree)):>12}{readable(aot.device_bytes(tree, mesh)):>12}")
+  rows = parameter_counts(state.critic, learner.frozen_critic)
+  print(f"\n{'critic':<12}{'parameters':>18}{'trainable':>18}")
+  for row in rows:
+    print(f"{row.name:<12}{row.total:>18,}{row.trainable:>18,}")
+  frozen = rows[0].total - rows[0].trainable
+  gradient, moments = 4 * frozen, 8 * frozen
+  print(
+    f"freezing {', '.join(learner.frozen_critic) or 'nothing'} ({frozen / rows[0].total:.1%} of the critic) saves "
+    f"{readable(gradient)} of gradients and {readable(moments)} of Adam moments, "
+    f"{readable((gradient + moments) / mesh.size)} per device"
+  )
+
+
+def report_program(
+  name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload
+) -> None:
+  start = time.monotonic()
+  limit = _HBM_GB.get((_TOPOLOGY.value or "").split(":")[0])
+  try:
+    program, how = compile_at_depth(lambda m: _lower(name, m, learner, mesh, load), model)
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    print(f"\n{name} step: DOES NOT FIT: {str(error).splitlines()[0][:400]}")
+    return
+  fits = "" if limit is None else f", {'fits' if program.peak < limit * 1e9 else 'DOES NOT FIT'} {limit} GB"
+  print(f"\n{name} step ({how}; {time.monotonic() - start:.0f} s){fits}")
+  print(
+    f"  per device: arguments {readable(program.arguments)}, temporaries {readable(program.temporaries)}, output "
+    f"{readable(program.outputs)} ({readable(program.aliased)} in place), peak {readable(program.peak)}"
+  )
+  moved = readable(program.bytes_moved)
+  print(f"  {program.flops / 1e12:.3f} TFLOP, {moved} moved (kernels and repeated loop trips not counted)")
+  for kind, traffic in program.collectives.items():
+    print(f"  {kind:<20}{traffic.count:>8} x  {readable(traffic.bytes):>12} in all")
+
+
+def compile_at_depth(
+  lower: Callable[[ModelConfig], jax.stages.Lowered], model: ModelConfig
+) -> tuple[aot.Program, str]:
+  """Compiles all layers, or two depths that hold a dense and some sparse layers and extrapolates."""
+  if _EXACT.value or model.num_layers <= _EXACT_UP_TO:
+    return aot.compile_program(lower(model)), f"{model.num_layers} layers compiled"
+  shallow, deep = model.first_dense_layers + 1, model.first_dense_layers + 3
+  depths = (dataclasses.replace(model, num_layers=depth) for depth in (shallow, deep))
+  programs = [aot.compile_program(lower(at_depth)) for at_depth in depths]
+  steps = (model.num_layers - deep) / (deep - shallow)
+  how = f"{model.num_layers} layers, extrapolated from {shallow} and {deep}"
+  return programs[1].extrapolate(programs[0], steps), how
+
+
+def _lower(
+  name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload
+) -> jax.stages.Lowered:
+  if name == "policy":
+    return aot.lower_policy_step(model, learner, mesh, load)
+  if name == "critic":
+    return aot.lower_critic_step(model, learner, mesh, load)
+  return aot.lower_decode_step(model, mesh, load)
+
+
+def readable(size: float) -> str:
+  """Readable bytes, in powers of 1,000 as memory limits are stated."""
+  for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+    if abs(size) >= scale:
+      return f"{size / scale:.2f} {unit}"
+  return f"{size / 1e3:.2f} kB"
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,98 @@
+"""Reads compiled HLO text: which collectives run, how often and on how many bytes."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+_BYTES: Mapping[str, int] = {
+  "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4,
+  "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
+}  # fmt: skip
+_SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+class Traffic(NamedTuple):
+  """Collectives of one kind."""
+
+  count: int
+  bytes: int
+  """Sum of the results' sizes on one device."""
+
+
+def shape_bytes(text: str) -> list[int]:
+  """Sizes of all array shapes in a piece of HLO text.
+
+  >>> shape_bytes("(bf16[8,128]{1,0}, f32[4])")
+  [2048, 16]
+  """
+  sizes = []
+  for dtype, dims in _SHAPE.findall(text):
+    if dtype in _BYTES:
+      size = _BYTES[dtype]
+      for dim in filter(None, dims.split(",")):
+        size *= int(dim)
+      sizes.append(size)
+  return sizes
+
+
+def collectives(text: str) -> dict[str, Traffic]:
+  """Counts and bytes by kind in a compiled module; loops with a known number of trips count each trip.
+
+  Loops whose number of trips is data (microbatches) count once.
+  """
+  bodies = dict(_computations(text))
+  counts: collections.Counter[str] = collections.Counter()
+  totals: collections.Counter[str] = collections.Counter()
+  for name, times in _executions(bodies).items():
+    for line in bodies[name]:
+      found = _COLLECTIVE.search(line)
+      if found is not None:
+        result, kind, start = found.groups()
+        sizes = shape_bytes(result)
+        if start and kind != "all-reduce":
+          sizes = sizes[len(sizes) // 2 :]  # operands come first in the pair that an asynchronous start returns
+        counts[kind] += times
+        totals[kind] += times * sum(sizes)
+  return {kind: Traffic(counts[kind], totals[kind]) for kind in KINDS if counts[kind]}
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+  """`(name, lines)` of each computation; the entry's name is "ENTRY"."""
+  name, lines = "", []
+  for line in text.splitlines():
+    header = _COMPUTATION.match(line)
+    if header is not None:
+      name, lines = ("ENTRY" if header.group(1) else header.group(2)), []
+    elif line.startswith("}"):
+      yield name, lines
+    else:
+      lines.append(line)
+
+
+def _executions(bodies: Mapping[str, list[str]]) -> dict[str, int]:
+  """How often each computation runs per run of the entry."""
+  times: collections.Counter[str] = collections.Counter()
+
+  def visit(name: str, factor: int) -> None:
+    if name not in bodies:
+      return
+    times[name] += factor
+    for line in bodies[name]:
+      called = _CALLED.findall(line)
+      for branches in _BRANCHES.findall(line):
+        called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+      trips = _TRIPS.search(line)
+      for other in called:
+        visit(other, factor * (int(trips.group(1)) if trips and " while(" in line else 1))
+
+  visit("ENTRY", 1)
+  return dict(times)
