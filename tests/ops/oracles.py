@@ -19,7 +19,7 @@ def action_chains(mask: np.ndarray, segment_ids: np.ndarray | None) -> list[list
 
 def at(x, t: int) -> float:
   """Entry t of something that is a scalar or an array."""
-  x = np.asarray(x, np.float64)
+  x = np.asarray(x)  # no cast: it would copy the whole array for every entry
   return float(x if x.ndim == 0 else x[t])
 
 
