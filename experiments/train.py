@@ -1,4 +1,5 @@
-"""Trains an agent: `python -m experiments.train`, with `--config` for another preset and `--config.FIELD=VALUE` for its fields."""
+"""Trains an agent: `python -m experiments.train`, with `--config` for another preset and `--config.FIELD=VALUE` for
+its fields."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ from sao_jax.types import Domain
 
 DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; one that holds a run goes on. Default: a dated folder under runs/.")
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Folder of the run; one that holds a run goes on. Default: a dated folder under runs/."
+)
 _STAGE = flags.DEFINE_enum(
-  "stage", "all", ["all", *config_lib.STAGES], "Run this stage only (what it builds on must be in the workdir), or all of them."
+  "stage", "all", ["all", *config_lib.STAGES],
+  "Run this stage only (what it builds on must be in the workdir), or all of them.",
 )
 
 
@@ -31,7 +35,7 @@ def make_domain(config: RunConfig) -> Domain:
   module, _, function = config.env.factory.partition(":")
   domain = getattr(importlib.import_module(module), function)(**config.env.options)
   if not isinstance(domain, Domain):
-    raise TypeError(f"env.factory {config.env.factory!r} must return a sao_jax.types.Domain; received {type(domain).__name__}.")
+    raise TypeError(f"env.factory {config.env.factory!r} must return a Domain; received {type(domain).__name__}.")
   return domain
 
 
@@ -54,7 +58,8 @@ def report(workdir: pathlib.Path, summary: dict, console: Console) -> None:
   plots.plot_run(workdir)
   samples = trajectory_io.read(workdir / "trajectories.jsonl")
   for trajectory in samples[:2] + samples[-3:]:
-    console.print(f"[{'solved' if trajectory.success else 'not solved'}, {trajectory.num_turns} turns] {trajectory.text}")
+    outcome = "solved" if trajectory.success else "not solved"
+    console.print(f"[{outcome}, {trajectory.num_turns} turns] {trajectory.text}")
   table = Table(title="held-out success, pass@1 at temperature 1")
   for column in ("", "success", "95 % interval", "n"):
     table.add_column(column)

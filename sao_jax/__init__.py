@@ -1,3 +1,8 @@
-"""SAO: single-rollout asynchronous optimization for agentic reinforcement learning, in JAX."""
+"""SAO (arXiv 2607.07508) in JAX: pure functions in `ops`, everything else in the rooms named after it."""
 
 from __future__ import annotations
+
+from sao_jax import ops, types
+from sao_jax.version import __version__
+
+__all__ = ["__version__", "ops", "types"]

@@ -6,6 +6,7 @@ import functools
 import pathlib
 from collections.abc import Sequence
 from types import TracebackType
+
 import jax
 
 from sao_jax import models
@@ -30,7 +31,8 @@ class Components:
   def __init__(self, config: RunConfig, domain: Domain):
     if domain.tokenizer.vocab_size > config.policy.vocab_size:
       raise ValueError(
-        f"policy.vocab_size must be at least the tokenizer's {domain.tokenizer.vocab_size}; received {config.policy.vocab_size}."
+        f"policy.vocab_size must be at least the tokenizer's {domain.tokenizer.vocab_size}; "
+        f"received {config.policy.vocab_size}."
       )
     self.config = config
     self.domain = domain

@@ -57,16 +57,19 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-  """Stage 2: the value model starts as a copy of the policy with a zero head, fitted to the initial policy's trajectories."""
+  """Stage 2: the value model starts as a copy of the policy with a zero head, fitted to the initial policy's
+  trajectories."""
 
   pretraining_trajectories: int = 0
-  """Trajectories of the initial policy; 0 starts RL with a cold critic (ablation). Not used by algorithms without a critic."""
+  """Trajectories of the initial policy; 0 starts RL with a cold critic (ablation). Not used by algorithms without a
+  critic."""
   pretraining_epochs: int = 4
   """Passes over them, in batches of the run's `batch_size`."""
   pretraining_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)
 
   def __post_init__(self) -> None:
-    _require(self.pretraining_trajectories >= 0, "critic.pretraining_trajectories", self.pretraining_trajectories, ">= 0")
+    count = self.pretraining_trajectories
+    _require(count >= 0, "critic.pretraining_trajectories", count, ">= 0")
     _require(self.pretraining_epochs >= 1, "critic.pretraining_epochs", self.pretraining_epochs, ">= 1")
 
 
@@ -118,20 +121,25 @@ class RunConfig:
   learner: LearnerConfig
   engine: EngineConfig = EngineConfig()
   env: EnvConfig = EnvConfig()
-  mesh: MeshConfig = MeshConfig()
+  mesh: MeshConfig = MeshConfig(data=1)
+  """One device: the loop does not put its stages on a larger mesh yet (`sharding.jit_step` does it for a learner step)."""
   checkpoint: CheckpointConfig = CheckpointConfig()
 
   def __post_init__(self) -> None:
-    _require(self.algorithm in algorithms.ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(algorithms.ALGORITHMS)}")
+    known = algorithms.ALGORITHMS
+    _require(self.algorithm in known, "algorithm", self.algorithm, f"one of {', '.join(known)}")
     _require(self.schedule in get_args(Schedule), "schedule", self.schedule, f"one of {', '.join(get_args(Schedule))}")
     _require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
     for name in ("num_steps", "lag", "max_staleness", "eval_episodes"):
       _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
     for name in ("batch_size", "group_size"):
       _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
-    _require(self.batch_size % self.group_size == 0, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
+    divides = self.batch_size % self.group_size == 0
+    _require(divides, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
     self._check_algorithm()
     self._check_schedule()
+    one_device = all(size == 1 for size in self.mesh.axes().values())
+    _require(one_device, "mesh", self.mesh, "one device (all axes 1): the loop does not train on a larger mesh yet")
     _require(
       self.learner.row_length >= self.engine.max_len, "learner.row_length", self.learner.row_length,
       f"at least engine.max_len = {self.engine.max_len}: a trajectory lies in one row",
@@ -147,19 +155,22 @@ class RunConfig:
         getattr(self.learner, name) == value, f"learner.{name}", getattr(self.learner, name),
         f"{value!r} with algorithm={self.algorithm!r}",
       )
+    with_it = f"with algorithm={self.algorithm!r}"
     if self.learner.needs_groups:
-      _require(self.group_size > 1, "group_size", self.group_size, f"greater than 1 with algorithm={self.algorithm!r}")
+      _require(self.group_size > 1, "group_size", self.group_size, f"greater than 1 {with_it}")
     else:
-      _require(self.group_size == 1, "group_size", self.group_size, f"1 with algorithm={self.algorithm!r}: single rollouts")
+      _require(self.group_size == 1, "group_size", self.group_size, f"1 {with_it}: single rollouts")
 
   def _check_schedule(self) -> None:
     lagged = self.schedule == "lagged"
     _require(lagged or self.lag == 0, "lag", self.lag, f"0 with schedule={self.schedule!r}")
-    _require(lagged or self.lag_switch_chunks is None, "lag_switch_chunks", self.lag_switch_chunks, "None unless lagged")
-    _require(self.lag_switch_chunks is None or self.lag_switch_chunks >= 1, "lag_switch_chunks", self.lag_switch_chunks, ">= 1")
+    switch = self.lag_switch_chunks
+    _require(lagged or switch is None, "lag_switch_chunks", switch, "None unless lagged")
+    _require(switch is None or switch >= 1, "lag_switch_chunks", switch, ">= 1 or None")
     _require(self.lag <= self.max_staleness, "lag", self.lag, f"at most max_staleness = {self.max_staleness}")
     capacity = self.queue_capacity
-    _require(capacity is None or capacity >= self.batch_size, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
+    enough = capacity is None or capacity >= self.batch_size
+    _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
 
 
 MAY_DIFFER = frozenset({"num_steps", "eval_episodes", "checkpoint"})

@@ -1,14 +1,18 @@
 """SAO from end to end: the page to read first.
 
     task -> env.reset -> engine (continuous batching) -> env.step -> ... -> Trajectory -> queue (bounded, staleness)
-         -> packed TokenBatch -> critic update x K -> values -> skip-observation GAE -> actor update -> publish -> engine
+         -> packed TokenBatch -> critic update x K -> values -> skip-observation GAE -> actor update -> publish ->
+         engine
 
-`train` runs the paper's recipe in order: supervised warm start, value pretraining on the initial policy's own trajectories, then
-`reinforce`, whose body reads like the line above. A stage whose result is in the workdir is not run again.
+`train` runs the paper's recipe in order: supervised warm start, value pretraining on the initial policy's own
+trajectories, then `reinforce`, whose body reads like the line above. A stage whose result is in the workdir is not
+run again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import pathlib
 import time
 from collections.abc import Sequence
@@ -29,7 +33,7 @@ from sao_jax.io.metrics import MetricsWriter, read_metrics
 from sao_jax.learner import LearnerState, init_state
 from sao_jax.progress import Interrupts, Progress
 from sao_jax.rollout.sources import BatchSource
-from sao_jax.types import Domain, Params
+from sao_jax.types import Domain, Params, Trajectory
 
 SAMPLES_PER_CHECKPOINT = 4
 """Trajectories written to `trajectories.jsonl` with every checkpoint."""
@@ -53,7 +57,8 @@ def train(
     console: where to report.
 
   Returns:
-    The summary that is also written to `summary.json`; None if RL was not run to its end (stages left out, or a signal).
+    The summary that is also written to `summary.json`; None if RL was not run to its end (stages left out, or a
+    signal).
 
   Raises:
     ValueError: the workdir holds a different config, or an earlier stage's result is missing.
@@ -74,51 +79,64 @@ def train(
 def reinforce(
   parts: Components, policy: Params, critic: Params | None, workdir: pathlib.Path, console: Console
 ) -> dict[str, Any] | None:
-  """Stage 3, SAO: one learner step per batch of finished trajectories, until `num_steps` or a signal."""
+  """Stage 3, SAO: one learner step per batch of finished trajectories, until `num_steps` or a signal.
+
+  Returns:
+    The summary; None after a signal.
+  """
   config = parts.config
-  state = init_state(config.learner, policy, critic)
   source = parts.make_source()
   progress = Progress(parts)
-  json_config = config_lib.to_json(config)
-  with (
-    Checkpointer(
-      workdir, config=json_config, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best,
-      may_differ=config_lib.MAY_DIFFER,
-    ) as checkpointer,
-    Interrupts() as interrupts,
-  ):
-    start, state = _restore(checkpointer, state, source, progress, parts)
-    samples = trajectory_io.TrajectoryWriter(workdir, restored_step=start)
-    with MetricsWriter(workdir, restored_step=start) as metrics:
+  saving = dataclasses.asdict(config.checkpoint)
+  saving.pop("every_steps")
+  record = config_lib.to_json(config)
+  with Checkpointer(workdir, config=record, may_differ=config_lib.MAY_DIFFER, **saving) as checkpointer:
+    start, state = _restore(checkpointer, init_state(config.learner, policy, critic), source, progress, parts)
+    with (
+      MetricsWriter(workdir, restored_step=start) as metrics,
+      contextlib.closing(trajectory_io.TrajectoryWriter(workdir, restored_step=start)) as samples,
+    ):
       if not metrics.has_evaluation(0):
         _evaluate(parts, state, 0, metrics, console)
-      step = start
-      try:
+      # The engine serves one caller at a time: the evaluations stand outside the block in which the source drives it.
+      with (
+        contextlib.closing(source),
+        Interrupts() as interrupts,
+        console.stage(f"{config.algorithm}, {config.schedule}", config.num_steps) as bar,
+      ):
+        bar.advance(start)
         source.publish(state.policy, start)
-        with console.stage(f"SAO ({config.schedule})" if config.algorithm == "sao" else config.algorithm, config.num_steps) as bar:
-          bar.advance(start)
-          progress.start(source)
-          for step in range(start + 1, config.num_steps + 1):
-            trajectories = source.next_batch(step - 1)
-            progress.learner_begins()
-            batch, packed = parts.pack(trajectories)
-            state, report = parts.update(state, batch, np.int32(packed.num_microbatches))
-            source.publish(state.policy, step)
-            row = progress.row(step, trajectories, jax.device_get(report), source)
-            metrics.write(step, row)
-            bar.advance(note=progress.note(row))
-            if step % config.checkpoint.every_steps == 0 or step == config.num_steps or interrupts.requested:
-              samples.write(step, trajectories[:SAMPLES_PER_CHECKPOINT])
-              _save(checkpointer, step, state, source, progress, parts, metric=row["success_rate"])
-            if interrupts.requested:
-              console.print(f"Stopped by a signal after step {step}; the same command goes on from here.")
-              return None
-      finally:
-        source.close()
-        samples.close()
-      if not metrics.has_evaluation(step):
-        _evaluate(parts, state, step, metrics, console)
+        progress.start()
+        for step in range(start + 1, config.num_steps + 1):
+          trajectories = source.next_batch(version=step - 1)
+          state, row = _learn(parts, state, step, trajectories, source, progress)
+          metrics.write(step, row)
+          bar.advance(note=progress.note(row))
+          if step % config.checkpoint.every_steps == 0 or step == config.num_steps or interrupts.requested:
+            samples.write(step, trajectories[:SAMPLES_PER_CHECKPOINT])
+            _save(checkpointer, step, state, source, progress, parts, metric=row["success_rate"])
+          if interrupts.requested:
+            console.print(f"Stopped by a signal after step {step}; the same command goes on from here.")
+            return None
+      if not metrics.has_evaluation(config.num_steps):
+        _evaluate(parts, state, config.num_steps, metrics, console)
   return _summarise(parts, workdir, progress, source)
+
+
+def _learn(
+  parts: Components,
+  state: LearnerState,
+  step: int,
+  trajectories: list[Trajectory],
+  source: BatchSource,
+  progress: Progress,
+) -> tuple[LearnerState, dict[str, float | int]]:
+  """One learner step, from trajectories to published weights. Returns the new state and the metrics row."""
+  progress.learner_begins()
+  batch, packed = parts.pack(trajectories)  # packed rows
+  state, report = parts.update(state, batch, np.int32(packed.num_microbatches))  # critic x K, values, GAE, policy
+  source.publish(state.policy, step)  # taken up in flight
+  return state, progress.row(step, trajectories, jax.device_get(report), source)
 
 
 def _restore(

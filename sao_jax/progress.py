@@ -27,10 +27,11 @@ class Progress:
     self._engine = parts.engine
     self._seconds_before = 0.0
     self._failed_before = 0
+    self._failed_at_start = 0
     self._began = self._last = self._learner_began = time.monotonic()
     self._counts: Mapping[str, Any] = {}
 
-  def start(self, source: BatchSource) -> None:
+  def start(self) -> None:
     """Time counts from here."""
     self._began = self._last = time.monotonic()
     self._counts = self._engine.counters

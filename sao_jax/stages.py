@@ -18,7 +18,12 @@ from sao_jax.components import Components
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console
 from sao_jax.learner import (
-  demonstration_trajectory, init_sft_state, init_state, make_critic_step, make_sft_step, pack_batch,
+  demonstration_trajectory,
+  init_sft_state,
+  init_state,
+  make_critic_step,
+  make_sft_step,
+  pack_batch,
   parameter_report,
 )
 from sao_jax.rollout.episodes import EpisodeRequest
@@ -75,7 +80,8 @@ def _demonstrations(parts: Components) -> Iterator[list[Trajectory]]:
   """Batches of demonstrations without end, of tasks in random order."""
   domain, settings = parts.domain, parts.config.warm_start
   if domain.demonstrate is None:
-    raise ValueError(f"warm_start.num_steps must be 0 for a domain without demonstrations; received {settings.num_steps}.")
+    steps = settings.num_steps
+    raise ValueError(f"warm_start.num_steps must be 0 for a domain without demonstrations; received {steps}.")
   rng = np.random.default_rng((parts.config.seed, 1))
   while True:
     tasks = rng.integers(domain.num_train_tasks, size=settings.batch_size)
@@ -92,7 +98,8 @@ def encode_demonstration(parts: Components, pieces: Sequence[tuple[str, bool]], 
 def value_pretraining(
   parts: Components, policy: Params, workdir: pathlib.Path, console: Console, *, run: bool = True
 ) -> Params | None:
-  """Stage 2: the value model is fitted to trajectories of the initial policy (METHOD 3.2; a cold critic is a bottleneck).
+  """Stage 2: the value model is fitted to trajectories of the initial policy (METHOD 3.2; a cold critic is a
+  bottleneck).
 
   Returns:
     The value model's parameters; None for algorithms without one.
@@ -155,10 +162,13 @@ def stage_seconds(parts: Components, workdir: pathlib.Path) -> dict[str, float]:
   return seconds
 
 
-def _stage_checkpointer(parts: Components, workdir: pathlib.Path, stage: str, *, read_only: bool = False) -> Checkpointer:
+def _stage_checkpointer(
+  parts: Components, workdir: pathlib.Path, stage: str, *, read_only: bool = False
+) -> Checkpointer:
   config: dict[str, Any] = config_lib.to_json(parts.config)
   return Checkpointer(
-    workdir / "stages" / stage, config=config, keep=1, keep_best=0, may_differ=config_lib.MAY_DIFFER, read_only=read_only
+    workdir / "stages" / stage, config=config, keep=1, keep_best=0, may_differ=config_lib.MAY_DIFFER,
+    read_only=read_only
   )
 
 

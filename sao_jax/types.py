@@ -1,8 +1,8 @@
 """Types that every room shares: what flows between them, with shapes and units.
 
-Alignment, everywhere: index `t` of a per-token array describes `tokens[t]`. `logp[t]` is log p(tokens[t] | tokens[:t]) and
-`v[t]` is the value of the state BEFORE `tokens[t]`. Models predict one ahead, so a model's output at index `t` belongs to
-`tokens[t + 1]`; the only place that shifts is `ops.masking.align_predictions`.
+Alignment, everywhere: index `t` of a per-token array describes `tokens[t]`. `logp[t]` is log p(tokens[t] |
+tokens[:t]) and `v[t]` is the value of the state BEFORE `tokens[t]`. Models predict one ahead, so a model's output at
+index `t` belongs to `tokens[t + 1]`; the only place that shifts is `ops.masking.align_predictions`.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ class CachedPolicy(NamedTuple):
   extend: Callable[..., tuple[jax.Array, Cache]]
   """`(params, cache, tokens [R, C], slots [R], start [R], count [R], *, live_len) -> (hidden [R, D], cache)`.
 
-  Feeds `tokens[r, :count[r]]` to slot `slots[r]` at positions `start[r], start[r] + 1, ...`; entries past `count[r]` are
-  ignored, and so is a row with `slots[r] >= num_slots`. Returns the hidden state of the last fed token of each row.
+  Feeds `tokens[r, :count[r]]` to slot `slots[r]` at positions `start[r], start[r] + 1, ...`; entries past `count[r]`
+  are ignored, and so is a row with `slots[r] >= num_slots`. Returns the hidden state of the last fed token of each row.
   `live_len` is a static upper bound on `start + count`: no cache entry at or past it is read.
   """
 
   step: Callable[..., tuple[jax.Array, Cache]]
   """`(params, cache, tokens [S], positions [S], *, live_len) -> (hidden [S, D], cache)`.
 
-  Feeds one token to every slot: writes its keys and values at `positions[s]`, attends to `0 .. positions[s]`. A slot that
-  is idle may be fed anything at its next free position, since a later write there replaces it. Positions at or past
-  `live_len` write nothing.
+  Feeds one token to every slot: writes its keys and values at `positions[s]`, attends to `0 .. positions[s]`. A slot
+  that is idle may be fed anything at its next free position, since a later write there replaces it. Positions at or
+  past `live_len` write nothing.
   """
 
   lm_head: Callable[[Params], jax.Array]
@@ -149,7 +149,8 @@ Split: TypeAlias = Literal["train", "eval"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Domain:
-  """A task as the training loop sees it: environments, the tokenizer they are written for, and demonstrations if any."""
+  """A task as the training loop sees it: environments, the tokenizer they are written for, and demonstrations if
+  any."""
 
   make_env: Callable[[Split], Environment]
   """Makes an environment of the training tasks or of the held-out ones."""
@@ -159,7 +160,8 @@ class Domain:
   num_eval_tasks: int
   """Held-out tasks."""
   demonstrate: Callable[[int, np.random.Generator], Sequence[tuple[str, bool]]] | None = None
-  """`(training task, rng) -> pieces of (text, is_action)`: one episode to imitate in the warm start; None: no warm start."""
+  """`(training task, rng) -> pieces of (text, is_action)`: one episode to imitate in the warm start; None: no warm
+  start."""
   close: Callable[[], None] = lambda: None
   """Frees what the environments share (a pool of interpreters, say)."""
 
@@ -210,16 +212,16 @@ class Trajectory:
     if length < 2 or self.action_mask[0] or not self.action_mask.any():
       raise ValueError(
         f"Trajectory {self.episode_id} must have a prompt and at least one action token; received {length} tokens, "
-        f"{int(self.action_mask.sum())} of them actions, the first one {'an action' if self.action_mask[:1].any() else 'not'}."
+        f"{int(self.action_mask.sum())} of them actions; first an action: {bool(self.action_mask[:1].any())}."
       )
     logp = self.behavior_logp[self.action_mask]
     if not np.isfinite(logp).all() or (logp > 0).any():
       raise ValueError(
         f"Trajectory {self.episode_id}: every action token needs a finite log-prob <= 0; "
-        f"{int((~np.isfinite(logp)).sum())} of {logp.size} are missing or not finite, {int((logp > 0).sum())} are positive."
+        f"of {logp.size}, {int((~np.isfinite(logp)).sum())} missing or not finite, {int((logp > 0).sum())} positive."
       )
     if (self.versions[self.action_mask] < 0).any():
-      raise ValueError(f"Trajectory {self.episode_id}: every action token needs the policy version that sampled it (>= 0).")
+      raise ValueError(f"Trajectory {self.episode_id}: every action token needs the version that sampled it (>= 0).")
     if not np.isfinite(self.rewards).all() or self.rewards[~self.action_mask].any():
       raise ValueError(f"Trajectory {self.episode_id}: rewards must be finite, and 0 except on action tokens.")
     if self.ended not in ("terminal", "truncated"):
@@ -250,7 +252,8 @@ class Trajectory:
 class TokenBatch:
   """Trajectories packed into rows; all leaves are `[B, T]`, or `[M, B, T]` when stacked into `M` microbatches.
 
-  A segment is one whole trajectory; a trajectory never spans two rows. Padding has `segment_ids == 0` and every mask False.
+  A segment is one whole trajectory; a trajectory never spans two rows. Padding has `segment_ids == 0` and every mask
+  False.
   """
 
   tokens: jax.Array
@@ -272,4 +275,5 @@ class TokenBatch:
   truncated: jax.Array
   """bool: True on all tokens of a trajectory that was cut off; where bootstrapping is on, its end is bootstrapped."""
   baseline_adv: jax.Array
-  """float32: advantage from rewards alone (group or running-mean baseline) on all tokens of a trajectory; 0 if unused."""
+  """float32: advantage from rewards alone (group or running-mean baseline) on all tokens of a trajectory; 0 if
+  unused."""

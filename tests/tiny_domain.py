@@ -1,4 +1,5 @@
-"""A task small enough for tests of the whole loop: answer with the digit that is asked for, after as many waits as it says."""
+"""A task small enough for tests of the whole loop: answer with the digit that is asked for, after as many waits as it
+says."""
 
 from __future__ import annotations
 

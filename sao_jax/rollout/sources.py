@@ -66,12 +66,19 @@ class LaggedSource:
     batch_size: trajectories per batch; a multiple of `group_size`.
     group_size: episodes that are compared with one another; incomplete groups are replaced by new ones.
     lag: how many versions old the weights are at the start of a batch; 0 is on-policy.
-    switch_chunks: after so many decode chunks the engine goes on with the next version, up to the newest; None: never, so
-      that a trajectory has one version.
+    switch_chunks: after so many decode chunks the engine goes on with the next version, up to the newest; None: never,
+      so that a trajectory has one version.
   """
 
   def __init__(
-    self, *, engine: Engine, requests: RequestStream, batch_size: int, group_size: int, lag: int, switch_chunks: int | None
+    self,
+    *,
+    engine: Engine,
+    requests: RequestStream,
+    batch_size: int,
+    group_size: int,
+    lag: int,
+    switch_chunks: int | None,
   ):
     if lag < 0:
       raise ValueError(f"lag must be >= 0; received {lag}.")
@@ -183,10 +190,9 @@ class AsyncSource:
     }
 
   def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
-    with self._starting:  # Every episode that was handed out is running, waiting or at its end.
-      running = self._queue.running()
-      counters, waiting = self._queue.state()  # Later than `running`: what ends in between is in both, never in neither.
-      requests = self._requests.state(set(running) - {x.episode_id for x in waiting})
+    with self._starting:  # Every episode that was handed out is running, waiting or has ended.
+      counters, waiting = self._queue.state()
+      requests = self._requests.state(counters["running"])
     return {"requests": requests, "queue": counters}, waiting
 
   def old_weights(self) -> list[Params]:

@@ -1,0 +1,31 @@
+"""A start for a task of your own on a CPU: `--config.env.factory=your_module:make_domain`; a few minutes.
+
+The domain needs demonstrations (or `--config.warm_start.num_steps=0`) and the small tokenizer of `sao_jax.tokenizers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_collections
+
+from experiments.config_flags import to_config_dict
+from experiments.presets import tool_math_cpu
+from sao_jax.config import EnvConfig
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """The preset."""
+  base = tool_math_cpu.make_config()
+  steps = 200
+  optimizer = dataclasses.replace(base.warm_start.optimizer, decay_steps=steps)
+  return to_config_dict(
+    dataclasses.replace(
+      base,
+      num_steps=60,
+      eval_episodes=256,
+      warm_start=dataclasses.replace(base.warm_start, num_steps=steps, optimizer=optimizer),
+      critic=dataclasses.replace(base.critic, pretraining_trajectories=512),
+      env=EnvConfig(factory="your_module:make_domain"),
+    )
+  )
