@@ -17,7 +17,7 @@ from sao_jax.learner.update import update_policy
 from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy, policy_apply, value_apply
 from sao_jax.sharding import batch_shardings, cache_shardings, hold_sharded, on_mesh, replicated, shardings_for
 from sao_jax.sharding.rules import ROWS
-from sao_jax.types import TokenBatch
+from sao_jax.types import Params, TokenBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,11 @@ def state_shapes(model: ModelConfig, learner: LearnerConfig) -> LearnerState:
   return jax.eval_shape(make)
 
 
+def policy_shapes(model: ModelConfig) -> Params:
+  """Shapes of a policy's parameters."""
+  return jax.eval_shape(lambda: init_policy(model, jax.random.key(0)))
+
+
 def batch_shapes(load: Workload) -> TokenBatch:
   """One microbatch `[1, B, T]`."""
   dtypes = dict.fromkeys(("tokens", "positions", "segment_ids", "turn_ids"), jnp.int32)
@@ -145,8 +150,8 @@ def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.sta
     hidden, cache = policy.step(params, cache, tokens, positions, live_len=load.seq)
     return jnp.dot(hidden, policy.lm_head(params), preferred_element_type=jnp.float32), cache
 
-  params = jax.eval_shape(lambda: init_policy(model, jax.random.key(0)))
-  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, model.compute_dtype), params)
+  shapes = policy_shapes(model)
+  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, model.compute_dtype), shapes)
   cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.seq))
   rows = tuple(axis for axis in ROWS if mesh.shape[axis] > 1) or None
   slots = jax.ShapeDtypeStruct((load.slots,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
@@ -165,3 +170,13 @@ def device_bytes(tree: Any, mesh: Mesh) -> int:
 def total_bytes(tree: Any) -> int:
   """Bytes of a tree of shapes."""
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def total_size(tree: Any) -> int:
+  """Number of parameters."""
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def expert_size(params: Params) -> int:
+  """Number of parameters in stacked experts: those of which a token passes `num_experts_per_tok` of `num_experts`."""
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(params) if len(x.shape) == 3)

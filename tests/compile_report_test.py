@@ -1,0 +1,77 @@
+"""The compile report: what it reads from HLO, how it extrapolates, and one run as a command."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments import aot, hlo
+from experiments.presets.model_configs import MODELS
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+HLO = """HloModule jit_step, is_scheduled=true
+
+%body.1 (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %x = f32[8]{0} get-tuple-element(%arg), index=1
+  %r = f32[8]{0} all-reduce(%x), channel_id=1, to_apply=%add
+  ROOT %t = (s32[], f32[8]) tuple(%i, %r)
+}
+
+%cond.1 (arg: (s32[], f32[8])) -> pred[] {
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p0: bf16[4,8]) -> f32[8] {
+  %g = bf16[32,8]{1,0} all-gather(%p0), channel_id=2, dimensions={0}
+  %s = (bf16[4,8]{1,0}, bf16[32,8]{1,0}) all-gather-start(%p0), channel_id=3, dimensions={0}
+  %d = bf16[32,8]{1,0} all-gather-done(%s)
+  %w = (s32[], f32[8]) while(%t0), condition=%cond.1, body=%body.1, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %o = f32[8]{0} get-tuple-element(%w), index=1
+}
+"""
+
+
+def test_collectives_are_counted_with_their_trips():
+  found = hlo.collectives(HLO)
+  assert found == {"all-gather": hlo.Traffic(2, 2 * 512), "all-reduce": hlo.Traffic(5, 5 * 32)}
+
+
+def program(scale):
+  traffic = {"all-reduce": hlo.Traffic(scale, 10 * scale)}
+  numbers = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "flops", "bytes_moved"), float(scale))
+  return aot.Program(**numbers, collectives=traffic)
+
+
+def test_extrapolation_is_linear_in_depth():
+  deep = program(5).extrapolate(program(3), steps=10)  # from depths 1 and 3 to 23: two per step
+  assert deep == program(25)
+  assert deep.peak == 2 * 25
+
+
+@pytest.mark.parametrize(
+  ("name", "billions", "active"),
+  [("qwen3_0p6b", 0.596, 0.596), ("qwen3_30b_a3b", 30.53, 3.35), ("glm4_moe_106b", 106.9, 13.4),
+   ("glm4_moe_355b", 352.8, 33.5), ("smollm2_135m", 0.1345, 0.1345)],
+)  # fmt: skip
+def test_models_have_their_published_sizes(name, billions, active):
+  model = MODELS[name]()
+  params = aot.policy_shapes(model)
+  assert aot.total_size(params) / 1e9 == pytest.approx(billions, rel=0.01)
+  experts = aot.expert_size(params)
+  share = model.num_experts_per_tok / model.num_experts if model.num_experts else 0.0
+  assert (aot.total_size(params) - experts * (1 - share)) / 1e9 == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.timeout(300)
+def test_the_command_reports_a_decode_step():
+  arguments = ["--model=tiny_moe", "--mesh=fsdp=2,tensor=2", "--seq=32", "--programs=decode"]
+  command = [sys.executable, "-m", "experiments.compile_report", *arguments]
+  environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+  done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=290, check=False)
+  assert done.returncode == 0, done.stderr
+  for words in ("4 virtual CPU devices: fsdp=2, tensor=2", "freezing attention", "decode step (2 layers", "all-gather"):
+    assert words in done.stdout, done.stdout
