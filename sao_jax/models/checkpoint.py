@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -32,7 +32,7 @@ _Index: TypeAlias = tuple[slice, ...]
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _WHOLE = slice(None)
 
 
@@ -129,19 +129,19 @@ def _stack(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
   return out
 
 
-_TOP = {
+_TOP: Mapping[tuple[str, ...], _Stored] = {
   ("embed", "embedding"): _Stored("model.embed_tokens.weight"),
   ("final_norm", "scale"): _Stored("model.norm.weight"),
   ("lm_head", "kernel"): _Stored("lm_head.weight", transpose=True),
 }
-_IN_LAYER = {
+_IN_LAYER: Mapping[tuple[str, ...], str] = {
   ("input_norm", "scale"): "input_layernorm.weight",
   ("post_attention_norm", "scale"): "post_attention_layernorm.weight",
   ("attention", "q_norm", "scale"): "self_attn.q_norm.weight",
   ("attention", "k_norm", "scale"): "self_attn.k_norm.weight",
   ("moe", "router", "correction_bias"): "mlp.gate.e_score_correction_bias",
 }
-_MODULES = {"attention": "self_attn", "mlp": "mlp"}
+_MODULES: Mapping[str, str] = {"attention": "self_attn", "mlp": "mlp"}
 
 
 def _stored(path: tuple[str, ...], config: ModelConfig, fused_experts: bool = False) -> _Stored:
@@ -222,9 +222,11 @@ def load_hf(
         )
       if sharding is None:
         return jnp.asarray(source.read(files, (_WHOLE,) * len(want.shape)).astype(want.dtype))
-      return jax.make_array_from_callback(
-        want.shape, sharding(_names(path), want), lambda index: source.read(files, index).astype(want.dtype)
-      )
+
+      def part(index: Any) -> np.ndarray:
+        return source.read(files, index).astype(want.dtype)
+
+      return jax.make_array_from_callback(want.shape, sharding(_names(path), want), part)
 
     return config, jax.tree_util.tree_map_with_path(load, shapes)
 
@@ -282,7 +284,7 @@ def save_hf(directory: PathLike, config: ModelConfig, params: Params, *, max_sha
   stale = {path.name for path in folder.glob("model*.safetensors")} | {_INDEX_FILE}
   shards = _write_shards(folder, _export(config, params), max_shard_bytes)
   total = sum(size for _, sizes in shards for size in sizes.values())
-  weight_map = {}
+  weight_map: dict[str, str] = {}
   for i, (temporary, sizes) in enumerate(shards, start=1):
     name = _SINGLE_FILE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
     temporary.replace(folder / name)

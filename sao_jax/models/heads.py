@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,8 @@ def lm_head(config: ModelConfig) -> Callable[[Params], jax.Array]:
   """`f(params) -> [D, V]`: the output projection; the transposed embedding when the two are tied."""
 
   def head(params: Params) -> jax.Array:
-    return params["embed"]["embedding"].T if config.tie_word_embeddings else params["lm_head"]["kernel"]
+    kernel: jax.Array = params["embed"]["embedding"].T if config.tie_word_embeddings else params["lm_head"]["kernel"]
+    return kernel
 
   return head
 
@@ -68,7 +70,8 @@ def policy_apply(config: ModelConfig) -> PolicyApply:
   model, head = Transformer(config), lm_head(config)
 
   def apply(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> PolicyOutput:
-    return PolicyOutput(hidden=model.apply({"params": params}, tokens, positions, segment_ids), lm_head=head(params))
+    hidden: Any = model.apply({"params": params}, tokens, positions, segment_ids)
+    return PolicyOutput(hidden=hidden, lm_head=head(params))
 
   return apply
 
@@ -78,10 +81,11 @@ def value_apply(config: ModelConfig) -> ValueApply:
   model = Transformer(config)
 
   def apply(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    hidden = model.apply({"params": params}, tokens, positions, segment_ids)
+    hidden: Any = model.apply({"params": params}, tokens, positions, segment_ids)
     head = params["value_head"]
     values = jnp.dot(hidden.astype(jnp.float32), head["kernel"], precision=jax.lax.Precision.HIGHEST)
-    return values[..., 0] + head["bias"][0]
+    shifted: jax.Array = values[..., 0] + head["bias"][0]
+    return shifted
 
   return apply
 
@@ -91,7 +95,7 @@ def policy_logits(config: ModelConfig) -> Callable[[Params, jax.Array], jax.Arra
   model, head = Transformer(config), lm_head(config)
 
   def logits(params: Params, tokens: jax.Array) -> jax.Array:
-    hidden = model.apply({"params": params}, tokens)
+    hidden: Any = model.apply({"params": params}, tokens)
     return jnp.dot(hidden.astype(jnp.float32), head(params).astype(jnp.float32))
 
   return logits

@@ -39,7 +39,7 @@ def _reference(model_type: str) -> dict[str, np.ndarray]:
   return safetensors.numpy.load_file(FIXTURES / model_type / "reference.safetensors")
 
 
-def _values(model_type: str, **changes: Any) -> dict[str, Any]:
+def _values(model_type: str, /, **changes: Any) -> dict[str, Any]:
   return {**json.loads((FIXTURES / model_type / "config.json").read_text()), **changes}
 
 
@@ -137,12 +137,12 @@ def test_parts_of_stored_tensors(fused: bool, tmp_path: pathlib.Path) -> None:
   tensors = _copy("qwen3_moe", tmp_path)
   safetensors.numpy.save_file(_fuse(tensors) if fused else tensors, tmp_path / "model.safetensors")
   config, params = _loaded("qwen3_moe")
-  index = {1: (slice(1, 6),), 2: (slice(2, 9), slice(4, 20)), 3: (slice(1, 4), slice(5, 20), slice(7, 21))}
   with checkpoint._Files(tmp_path) as files:
     for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
       source = checkpoint._stored(checkpoint._names(path), config, fused)
       assert source.shape(files) == value.shape
-      np.testing.assert_array_equal(source.read(files, index[value.ndim]), value[index[value.ndim]], err_msg=str(path))
+      part = tuple(slice(n // 4, n - n // 3) for n in value.shape)
+      np.testing.assert_array_equal(source.read(files, part), value[part], err_msg=str(path))
 
 
 def _fuse(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
