@@ -122,7 +122,8 @@ class RunConfig:
   engine: EngineConfig = EngineConfig()
   env: EnvConfig = EnvConfig()
   mesh: MeshConfig = MeshConfig(data=1)
-  """One device: the loop does not put its stages on a larger mesh yet (`sharding.jit_step` does it for a learner step)."""
+  """One device: the loop does not put its stages on a larger mesh yet (`sharding.jit_step` does it for a learner
+  step)."""
   checkpoint: CheckpointConfig = CheckpointConfig()
 
   def __post_init__(self) -> None:

@@ -50,8 +50,8 @@ OPS_MAY_IMPORT = {
 # Calls that a module-level assignment may make, besides those of a class (`Rule(...)`): they build constants.
 CONSTANT_CALLS = {
   "chr", "compile", "custom_jvp", "custom_vjp", "dtype", "escape", "fields", "finfo", "float", "float32", "frozenset",
-  "get_args", "getLogger", "iinfo", "int32", "jit", "join", "namedtuple", "ord", "pack", "partial", "range", "tuple",
-  "zip",
+  "get_args", "getLogger", "iinfo", "int32", "jit", "join", "namedtuple", "object", "ord", "pack", "partial", "range",
+  "slice", "tuple", "zip",
 }  # fmt: skip
 STATEFUL_CLASSES = {"Condition", "Event", "Lock", "Pool", "Popen", "Process", "Queue", "RLock", "Semaphore", "Thread"}
 DECLARATIONS = {"defjvp", "defvjp"}

@@ -64,7 +64,7 @@ def test_the_learner_refuses(changes: dict[str, Any], message: str) -> None:
 
 
 def test_env_factory_has_a_form() -> None:
-  with pytest.raises(ValueError, match="env.factory must be of the form 'module:function'; received 'module'"):
+  with pytest.raises(ValueError, match=r"env.factory must be of the form 'module:function'; received 'module'"):
     EnvConfig(factory="module")
 
 

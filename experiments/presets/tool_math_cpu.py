@@ -71,7 +71,7 @@ def make_config() -> RunConfig:
       prefill_tokens=(16, 32),
       env_workers=2,
     ),
-    env=EnvConfig(options={"train_size": 8_192, "max_turns": 6, "tool_sleep_s": 0.0}),
+    env=EnvConfig(options={"train_size": 20_000, "max_turns": 6, "tool_sleep_s": 0.0}),
     checkpoint=CheckpointConfig(every_steps=50),
   )
 

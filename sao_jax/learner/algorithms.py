@@ -1,4 +1,5 @@
-"""What differs between algorithms: the policy's loss per token, the tokens it leaves out, and the named combinations."""
+"""What differs between algorithms: the policy's loss per token, the tokens it leaves out, and the named
+combinations."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from sao_jax.ops import importance, policy_losses
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
   # The paper's method: DIS, two critic updates, frozen critic attention, skip-observation GAE, length-adaptive lambda.
   "sao": {},
-  # Table 1's "DIS only": single rollouts and DIS with a plainly trained value model. The paper does not spell the row out;
-  # read here as SAO less what Section 3.2 adds to value training (one update, all parameters).
+  # Table 1's "DIS only": single rollouts and DIS with a plainly trained value model. The paper does not spell the row
+  # out; read here as SAO less what Section 3.2 adds to value training (one update, all parameters).
   "sao_dis_only": {"critic_updates": 1, "frozen_critic": ()},
   "sao_one_update": {"critic_updates": 1},
   "sao_full_critic": {"frozen_critic": ()},
@@ -97,8 +98,8 @@ def policy_loss(
 def sequence_logp(logp: jax.Array, old_logp: jax.Array, action_mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
   """Log-probs whose ratio to `old_logp` is GSPO's, the same at every token of a trajectory.
 
-  s = exp(1/l sum_t (log pi(a_t) - log pi_old(a_t))) (GSPO, arXiv 2507.18071, Eq. 7), per segment of packed rows. With a mean
-  over tokens a trajectory weighs as many tokens as it has, where GSPO weighs all trajectories alike.
+  s = exp(1/l sum_t (log pi(a_t) - log pi_old(a_t))) (GSPO, arXiv 2507.18071, Eq. 7), per segment of packed rows. With a
+  mean over tokens a trajectory weighs as many tokens as it has, where GSPO weighs all trajectories alike.
   """
   length = logp.shape[-1]
 

@@ -1,7 +1,8 @@
 """Advantages from rewards alone, computed on the host for algorithms without a critic.
 
-A baseline never contains the reward it is subtracted from, except for the group's and the batch's mean, which are defined so.
-Prompts are `task_index`; they need not be known beforehand. What is remembered is one small dict that JSON can hold.
+A baseline never contains the reward it is subtracted from, except for the group's and the batch's mean, which are
+defined so. Prompts are `task_index`; they need not be known beforehand. What is remembered is one small dict that
+JSON can hold.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class BatchMean(_Memoryless):
 class RunningMeans:
   """R - mean of the last `window` rewards, of the same prompt or of all (METHOD, baselines; windows 8 and 128).
 
-  Trajectories of one call are taken in order, each seeing those before it. Where nothing is remembered yet the advantage is 0:
-  without a baseline a reward says nothing.
+  Trajectories of one call are taken in order, each seeing those before it. Where nothing is remembered yet the
+  advantage is 0: without a baseline a reward says nothing.
   """
 
   def __init__(self, *, window: int, per_prompt: bool) -> None:
@@ -118,13 +119,15 @@ class RunningMeans:
 
 
 class SpoTracker:
-  """Single-stream policy optimization (arXiv 2509.13232): a Beta tracker per prompt, advantages normalised over the batch.
+  """Single-stream policy optimization (arXiv 2509.13232): a Beta tracker per prompt, advantages normalised over the
+  batch.
 
-  v = a / (a + b); a <- rho a + R, b <- rho b + 1 - R; A = (R - v) / std over the batch, less its mean. Rewards must lie in [0, 1].
+  v = a / (a + b); a <- rho a + R, b <- rho b + 1 - R; A = (R - v) / std over the batch, less its mean.
+  Rewards must lie in [0, 1].
 
-  Deviations: the paper forgets by the KL divergence between visits (rho in [0.875, 0.96]); the host does not know that, so rho is
-  its lower bound, a memory of 8 rewards. A new prompt starts from the mean of all prompts' v (the paper: from 8 samples of
-  its own). Prompts are not re-weighted.
+  Deviations: the paper forgets by the KL divergence between visits (rho in [0.875, 0.96]); the host does not know
+  that, so rho is its lower bound, a memory of 8 rewards. A new prompt starts from the mean of all prompts' v (the
+  paper: from 8 samples of its own). Prompts are not re-weighted.
   """
 
   RHO = 0.875

@@ -20,7 +20,8 @@ class PackStats:
   num_rows: int
   """Rows that hold something."""
   num_microbatches: int
-  """Microbatches that hold something: the trip count of the learner's loops. The rest of `M` is padding, and skipped."""
+  """Microbatches that hold something: the trip count of the learner's loops. The rest of `M` is padding, and
+  skipped."""
   num_padded_microbatches: int
   """`M`: what the program was compiled for."""
   tokens: int

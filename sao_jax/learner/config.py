@@ -32,7 +32,8 @@ class OptimizerConfig:
 
   learning_rate: float
   warmup_steps: int = 0
-  """Optimizer updates over which the rate rises linearly to `learning_rate`; update i (from 1) uses i / warmup_steps of it."""
+  """Optimizer updates over which the rate rises linearly to `learning_rate`; update i (from 1) uses i / warmup_steps
+  of it."""
   decay_steps: int | None = None
   """Optimizer updates at whose end the rate has fallen along a cosine to 5 % of `learning_rate`, where it stays; None:
   no decay."""
@@ -48,7 +49,8 @@ class OptimizerConfig:
     require(self.learning_rate > 0.0, "learning_rate", self.learning_rate, "> 0")
     require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, ">= 0")
     decay = self.decay_steps
-    require(decay is None or decay > self.warmup_steps, "decay_steps", decay, f"> warmup_steps = {self.warmup_steps}, or None")
+    falls = decay is None or decay > self.warmup_steps
+    require(falls, "decay_steps", decay, f"> warmup_steps = {self.warmup_steps}, or None")
     require(self.max_grad_norm is None or self.max_grad_norm > 0.0, "max_grad_norm", self.max_grad_norm, "> 0 or None")
     require(self.weight_decay >= 0.0, "weight_decay", self.weight_decay, ">= 0")
     require(0.0 <= self.b1 < 1.0, "b1", self.b1, "in [0, 1)")
@@ -126,7 +128,9 @@ class LearnerConfig:
       require(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
     self._check_policy()
     self._check_advantages()
-    for name in ("critic_updates", "policy_minibatches", "logprob_chunk_size", "rows_per_microbatch", "min_microbatches"):
+    for name in (
+      "critic_updates", "policy_minibatches", "logprob_chunk_size", "rows_per_microbatch", "min_microbatches",
+    ):  # fmt: skip
       require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
     require(self.hold_policy_steps >= 0, "hold_policy_steps", self.hold_policy_steps, ">= 0")
     require(self.row_length >= 2, "row_length", self.row_length, ">= 2")

@@ -37,8 +37,8 @@ def accumulate_gradients(
 ) -> tuple[Params, jax.Array, Any]:
   """Sums gradients and losses of the microbatches `start <= m < stop`.
 
-  The gradient is taken inside the loop's body, so the trip count may be data and activations of one microbatch at a time
-  are alive.
+  The gradient is taken inside the loop's body, so the trip count may be data and activations of one microbatch at a
+  time are alive.
 
   Args:
     loss_fn: see `LossFn`.

@@ -11,7 +11,6 @@ import optax
 from sao_jax.learner.config import OptimizerConfig
 from sao_jax.types import Params
 
-
 FINAL_RATE = 0.05
 """What is left of the learning rate after its decay."""
 
@@ -30,7 +29,8 @@ class Applied(NamedTuple):
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Clipping by global norm, Adam, decoupled weight decay on matrices, learning rate with linear warm-up and cosine decay."""
+  """Clipping by global norm, Adam, decoupled weight decay on matrices, learning rate with linear warm-up and cosine
+  decay."""
 
   def rate(count: jax.Array) -> jax.Array:
     warm = jnp.minimum(1.0, (count + 1.0) / max(config.warmup_steps, 1))

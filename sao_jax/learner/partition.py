@@ -31,11 +31,12 @@ def path_components(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def split(params: Params, frozen: Sequence[str]) -> tuple[Params, Params]:
-  """Splits `params` into `(trainable, frozen)`: two trees of the same structure, with None where the other has the leaf.
+  """Splits `params` into `(trainable, frozen)`: two trees of the same structure, with None where the other has the
+  leaf.
 
-  A leaf is frozen if one whole component of its path is in `frozen`: `attention` freezes `layers_0/attention/q_norm/scale`
-  and leaves `layers_0/post_attention_norm/scale` alone. To jax a None holds no leaf, so gradients, optimizer states and
-  checkpoints of the trainable part contain nothing of the frozen one.
+  A leaf is frozen if one whole component of its path is in `frozen`: `attention` freezes
+  `layers_0/attention/q_norm/scale` and leaves `layers_0/post_attention_norm/scale` alone. To jax a None holds no
+  leaf, so gradients, optimizer states and checkpoints of the trainable part contain nothing of the frozen one.
 
   Args:
     params: a pytree of arrays.

@@ -12,7 +12,6 @@ from sao_jax.learner import optimizers, partition
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.types import Params
 
-
 StateT = TypeVar("StateT")
 
 

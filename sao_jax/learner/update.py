@@ -23,6 +23,13 @@ Step: TypeAlias = Callable[[LearnerState, TokenBatch, Any], tuple[LearnerState, 
 CRITIC_KEYS = ("value_loss", "value_loss_last", "critic_grad_norm", "explained_variance", "explained_variance_before")
 
 
+class PolicyOutputs(NamedTuple):
+  """What the policy's forward passes leave behind; `[M, B, T]`, or `[B, T]` of one microbatch."""
+
+  logp: jax.Array
+  entropy: jax.Array
+
+
 class CriticUpdate(NamedTuple):
   """What K critic updates leave behind."""
 
@@ -39,8 +46,8 @@ def make_update_step(
 ) -> Step:
   """Builds the learner step (METHOD 3.2): critic x K -> values with the updated critic -> GAE -> policy.
 
-  The policy's objective is sum over action tokens / number of action tokens of the WHOLE batch (masked ones count), whatever
-  the split into microbatches, rows and devices. Microbatches from `num_microbatches` on are not computed.
+  The policy's objective is sum over action tokens / number of action tokens of the WHOLE batch (masked ones count),
+  whatever the split into microbatches, rows and devices. Microbatches from `num_microbatches` on are not computed.
 
   Args:
     config: what to compute.
@@ -94,7 +101,9 @@ def make_critic_step(
   return jax.jit(step, donate_argnums=0) if jit else step
 
 
-def compute_values(value_apply: ValueApply, critic: Params, batch: TokenBatch, num_microbatches: jax.Array) -> jax.Array:
+def compute_values(
+  value_apply: ValueApply, critic: Params, batch: TokenBatch, num_microbatches: jax.Array
+) -> jax.Array:
   """`[M, B, T]` float32: the value model's raw outputs (one ahead); 0 in microbatches that are not used."""
 
   def values(tokens: TokenBatch) -> jax.Array:
@@ -158,6 +167,46 @@ def update_critic(
   return CriticUpdate(state, v_after[0], returns, metrics)
 
 
+def policy_gradient(
+  config: LearnerConfig,
+  policy_apply: PolicyApply,
+  params: Params,
+  batch: TokenBatch,
+  adv: jax.Array,
+  start: jax.Array | int,
+  stop: jax.Array | int,
+  *,
+  denominator: jax.Array,
+  written: PolicyOutputs,
+  old_logp: jax.Array | None = None,
+) -> tuple[Params, jax.Array, PolicyOutputs]:
+  """Gradient and loss of the microbatches `start <= m < stop`: sum over action tokens / `denominator`.
+
+  Args:
+    config: the loss.
+    policy_apply: the policy.
+    params: its parameters.
+    batch: `[M, B, T]`.
+    adv: `[M, B, T]` advantages.
+    start: first microbatch.
+    stop: one past the last.
+    denominator: action tokens that the loss is a mean over, scalar.
+    written: log-probs and entropies; the entries of these microbatches are replaced.
+    old_logp: `[M, B, T]` log-probs under pi_old; None: `params` are pi_old.
+  """
+
+  def loss_fn(
+    params: Params, inputs: tuple[TokenBatch, jax.Array, jax.Array | None]
+  ) -> tuple[jax.Array, PolicyOutputs]:
+    tokens, adv, old = inputs
+    logp, entropy = _forward(config, policy_apply, params, tokens)
+    old = jax.lax.stop_gradient(logp) if old is None else old
+    arguments = (logp, old, tokens.behavior_logp, adv, tokens.action_mask, tokens.segment_ids)
+    return jnp.sum(algorithms.policy_loss(config, *arguments)) / denominator, PolicyOutputs(logp, entropy)
+
+  return microbatches.accumulate_gradients(loss_fn, params, (batch, adv, old_logp), written, start, stop)
+
+
 def update_policy(
   config: LearnerConfig,
   policy_apply: PolicyApply,
@@ -169,51 +218,37 @@ def update_policy(
   """The policy's update (or `policy_minibatches` of them), and everything that is reported about it."""
   optimizer = optimizers.make_optimizer(config.policy_optimizer)
   split = config.policy_minibatches
-  old_logp = jnp.zeros_like(batch.behavior_logp)
-  if split > 1:
-    # With a single update pi_old is the policy itself, and needs no forward pass of its own.
-    old_logp = _policy_logp(config, policy_apply, state.policy, batch, num_microbatches)
+  # With a single update pi_old is the policy itself, and needs no forward pass of its own.
+  old_logp = None if split == 1 else _policy_logp(config, policy_apply, state.policy, batch, num_microbatches)
   counts = jnp.sum(batch.action_mask, axis=(1, 2))
   index = jnp.arange(counts.shape[0])
 
-  def one_update(carry: tuple[Params, Any, Any], part: jax.Array) -> tuple[tuple[Params, Any, Any], Any]:
+  def one_update(carry: tuple[Params, Any, PolicyOutputs], part: jax.Array) -> tuple[Any, Any]:
     params, opt_state, written = carry
     start, stop = part * num_microbatches // split, (part + 1) * num_microbatches // split
-    inside = (index >= start) & (index < stop)
-    denominator = jnp.maximum(jnp.sum(jnp.where(inside, counts, 0)), 1)
-
-    def loss_fn(params: Params, inputs: tuple[TokenBatch, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
-      tokens, adv, old = inputs
-      logp, entropy = _forward(config, policy_apply, params, tokens)
-      old = old if split > 1 else jax.lax.stop_gradient(logp)
-      arguments = (logp, old, tokens.behavior_logp, adv, tokens.action_mask, tokens.segment_ids)
-      return jnp.sum(algorithms.policy_loss(config, *arguments)) / denominator, (logp, entropy)
-
-    grads, loss, written = microbatches.accumulate_gradients(
-      loss_fn, params, (batch, adv, old_logp), written, start, stop
-    )
-    logp = written[0]
-    old = old_logp if split > 1 else logp
-    low, high = algorithms.left_out(
-      config, logp, old, batch.behavior_logp, adv, batch.action_mask, batch.segment_ids
-    )
-    kept = jnp.sum(batch.action_mask & ~low & ~high & inside[:, None, None])
+    here = (index >= start) & (index < stop)
+    grads, loss, written = policy_gradient(
+      config, policy_apply, params, batch, adv, start, stop,
+      denominator=jnp.maximum(jnp.sum(jnp.where(here, counts, 0)), 1), written=written, old_logp=old_logp,
+    )  # fmt: skip
+    logp = written.logp
+    arguments = (logp if old_logp is None else old_logp, batch.behavior_logp, adv, batch.action_mask, batch.segment_ids)
+    low, high = (side & here[:, None, None] for side in algorithms.left_out(config, logp, *arguments))
+    kept = jnp.sum(batch.action_mask & here[:, None, None] & ~low & ~high)
     done = optimizers.guarded_update(
       optimizer, grads, opt_state, params, loss=loss, kept=kept, allowed=state.step >= config.hold_policy_steps
     )
-    here = inside[:, None, None]
-    report = (loss, done.grad_norm, done.nonfinite, done.empty, low & here, high & here)
-    return (done.params, done.opt_state, written), report
+    return (done.params, done.opt_state, written), (loss, done.grad_norm, done.nonfinite, done.empty, low, high)
 
-  written = (jnp.zeros_like(batch.behavior_logp), jnp.zeros_like(batch.behavior_logp))
+  written = PolicyOutputs(jnp.zeros_like(batch.behavior_logp), jnp.zeros_like(batch.behavior_logp))
   carry, reports = jax.lax.scan(one_update, (state.policy, state.policy_opt, written), jnp.arange(split))
-  params, opt_state, (logp, entropy) = carry
+  params, opt_state, written = carry
   losses, norms, nonfinite, empty, low, high = reports
   counters = state.counters._replace(
     policy_nonfinite=state.counters.policy_nonfinite + jnp.sum(nonfinite),
     policy_empty=state.counters.policy_empty + jnp.sum(empty),
   )
-  metrics = _policy_metrics(config, batch, adv, logp, entropy, jnp.any(low, axis=0), jnp.any(high, axis=0))
+  metrics = _policy_metrics(config, batch, adv, written, jnp.any(low, axis=0), jnp.any(high, axis=0))
   metrics |= {"policy_loss": jnp.mean(losses), "policy_grad_norm": jnp.mean(norms)}
   return state._replace(policy=params, policy_opt=opt_state, counters=counters), metrics
 
@@ -230,7 +265,7 @@ def _value_forward(value_apply: ValueApply, critic: Params, tokens: TokenBatch) 
 def _forward(
   config: LearnerConfig, policy_apply: PolicyApply, params: Params, tokens: TokenBatch
 ) -> tuple[jax.Array, jax.Array]:
-  """`(log pi(tokens[t] | tokens[:t]), entropy)`, both `[B, T]` float32, of the distribution at the config's temperature."""
+  """`(log pi(tokens[t] | tokens[:t]), entropy)`, both `[B, T]` float32, at the config's temperature."""
   output = policy_apply(params, tokens.tokens, tokens.positions, tokens.segment_ids)
   return logprobs.chunked_token_logprobs(
     masking.align_predictions(output.hidden),
@@ -252,14 +287,9 @@ def _policy_logp(
 
 
 def _policy_metrics(
-  config: LearnerConfig,
-  batch: TokenBatch,
-  adv: jax.Array,
-  logp: jax.Array,
-  entropy: jax.Array,
-  low: jax.Array,
-  high: jax.Array,
+  config: LearnerConfig, batch: TokenBatch, adv: jax.Array, outputs: PolicyOutputs, low: jax.Array, high: jax.Array
 ) -> Metrics:
+  logp, entropy = outputs
   mask = batch.action_mask
 
   def mean(x: jax.Array) -> jax.Array:

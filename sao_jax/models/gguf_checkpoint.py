@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ from sao_jax.types import Params
 # Metadata of the architecture that the decoder accounts for; another key under `llama.` is an error.
 _INERT = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"})
 
-_TOP = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"}
-_MODULES = {
+_TOP: Mapping[str, str] = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"}
+_MODULES: Mapping[str, str] = {
   "input_norm": "attn_norm", "post_attention_norm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k",
   "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
 }

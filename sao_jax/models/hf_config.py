@@ -27,7 +27,7 @@ _INERT = frozenset({
 # Fields of ModelConfig that say how to compute, not what: a checkpoint does not carry them.
 _RUNTIME_FIELDS = frozenset({"dtype", "param_dtype", "remat", "moe_impl", "attention_impl", "init_std"})
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   "llama": {"max_position_embeddings": 2048},
   "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
   "qwen3_moe": {
@@ -227,7 +227,7 @@ def _experts(keys: _Keys, model_type: str) -> dict[str, Any]:
   }
 
 
-_ARCHITECTURES = {
+_ARCHITECTURES: Mapping[str, str] = {
   "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
   "glm4_moe": "Glm4MoeForCausalLM",
 }

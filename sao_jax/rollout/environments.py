@@ -71,5 +71,5 @@ class EnvironmentHolder:
       return
     try:
       env.close()
-    except (Exception, SystemExit):  # noqa: BLE001 (a user's code)
-      _log.warning("Environment.close() failed", exc_info=True)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
+      _log.warning("Environment.close() failed: %r", error, exc_info=error)

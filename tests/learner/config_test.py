@@ -94,7 +94,7 @@ def test_names_differ_from_sao_only_where_they_say():
 
 
 def test_unknown_names_are_refused():
-  with pytest.raises(ValueError, match="algorithm must be one of sao, .*; received 'soa'"):
+  with pytest.raises(ValueError, match=r"algorithm must be one of sao, .*; received 'soa'"):
     algorithms.learner_config("soa")
   with pytest.raises(ValueError, match="unknown fields of LearnerConfig: eps_hihg"):
     algorithms.learner_config("sao", eps_hihg=5.0)

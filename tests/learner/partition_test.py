@@ -12,7 +12,9 @@ from sao_jax.learner import partition
 
 def params():
   layer = {
-    "attention": {"q_proj": {"kernel": jnp.ones((4, 4))}, "q_norm": {"scale": jnp.ones(2)}, "k_norm": {"scale": jnp.ones(2)}},
+    "attention": {
+      "q_proj": {"kernel": jnp.ones((4, 4))}, "q_norm": {"scale": jnp.ones(2)}, "k_norm": {"scale": jnp.ones(2)},
+    },  # fmt: skip
     "post_attention_norm": {"scale": jnp.ones(4)},
     "input_norm": {"scale": jnp.ones(4)},
     "moe": {"router": {"kernel": jnp.ones((4, 2))}, "up_proj": {"kernel": jnp.ones((2, 4, 8))}},
@@ -47,7 +49,7 @@ def test_merge_undoes_split():
 
 @pytest.mark.parametrize("name", ["attn", "attentio", "layers_0/attention", "Attention"])
 def test_pitfall_21_zero_matches_are_an_error(name):
-  with pytest.raises(ValueError, match="matches no parameter; the components of the paths are .*'attention'"):
+  with pytest.raises(ValueError, match=r"matches no parameter; the components of the paths are .*'attention'"):
     partition.split(params(), (name,))
 
 

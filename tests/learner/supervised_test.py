@@ -42,7 +42,7 @@ def test_first_gradient_equals_a_float64_rederivation():
   oracle = tiny.Oracle.of(policy)
   loss, gradient = 0.0, jax.tree.map(np.zeros_like, oracle.params)
   for t in made:
-    weights = -t.action_mask / stats.action_tokens
+    weights = -t.action_mask.astype(np.float64) / stats.action_tokens
     loss += (weights * oracle.logps(t.tokens)[np.arange(len(t.tokens)), t.tokens]).sum()
     gradient = jax.tree.map(np.add, gradient, oracle.policy_gradient(t.tokens, weights))
   np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)

@@ -107,7 +107,8 @@ def test_pitfall_18_values_belong_to_the_state_before_the_token():
 
 
 def test_bootstrap_is_the_value_after_each_segments_last_token():
-  made = [tiny.trajectory([False, True] + [False] * i, ended=e, index=i) for i, e in enumerate(["truncated", "terminal"] * 3)]
+  endings = ["truncated", "terminal"] * 3
+  made = [tiny.trajectory([False, True] + [False] * i, ended=e, index=i) for i, e in enumerate(endings)]
   batch, v_after, where = pieces(CONFIG, made)
   found = np.asarray(targets.bootstrap_values(v_after, batch)).reshape(-1)
   for t, index in zip(made, where, strict=True):

@@ -1,6 +1,8 @@
-"""A one-layer policy and value model, in JAX for the learner and in NumPy float64 with hand-written gradients for oracles.
+"""A one-layer policy and value model, in JAX for the learner and in NumPy float64 with hand-written gradients for
+oracles.
 
-h[t] = tanh(e[t] W_mlp + mean_{s <= t, same segment} e[s] W_attention), e = embedding; logits = h W_head, value = h w_head.
+h[t] = tanh(e[t] W_mlp + mean_{s <= t, same segment} e[s] W_attention), e = embedding; logits = h W_head, value = h
+w_head.
 """
 
 from __future__ import annotations
