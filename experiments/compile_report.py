@@ -77,7 +77,10 @@ def build_mesh(config: MeshConfig, topology: str | None) -> Mesh:
   """A mesh of the topology's devices, or of as many virtual CPU devices as the axes multiply to."""
   jax.config.update("jax_platforms", "cpu")
   if topology is not None:
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # There is no TPU here to ask.
+    # There is no TPU to ask about itself, and none that only one process may hold.
+    quiet = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for name, value in quiet.items():
+      os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
     try:
