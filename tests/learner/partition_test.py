@@ -14,7 +14,7 @@ def params():
   layer = {
     "attention": {
       "q_proj": {"kernel": jnp.ones((4, 4))}, "q_norm": {"scale": jnp.ones(2)}, "k_norm": {"scale": jnp.ones(2)},
-    },  # fmt: skip
+    },
     "post_attention_norm": {"scale": jnp.ones(4)},
     "input_norm": {"scale": jnp.ones(4)},
     "moe": {"router": {"kernel": jnp.ones((4, 2))}, "up_proj": {"kernel": jnp.ones((2, 4, 8))}},
