@@ -1,0 +1,105 @@
+"""What two of the learner's choices save in memory: `python -m experiments.benchmarks.memory`.
+
+Compiled, not run: sizes come from shapes and from XLA's own account of its temporaries, so other load does not matter.
+
+- The critic with frozen attention against the whole critic: bytes of parameters, of optimizer state and of the gradient sums that the
+  compiled critic step holds. Frozen leaves have none of the latter two.
+- The log-probs of 4,096 tokens at a vocabulary of 32,768 (d 256, float32), forward and backward, in chunks, against full logits.
+
+Expected before the first measurement: optimizer state and gradients shrink by attention's share of the parameters (a fifth of this
+model); chunks of 512 tokens hold an eighth of the logits, twice over in the backward pass, against two to three arrays of full size: about
+10 %.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+from experiments.benchmarks import decoding
+from sao_jax.learner import init_state, learner_config, split
+from sao_jax.models import init_critic, init_policy
+from sao_jax.ops import logprobs
+
+TOKENS, VOCABULARY, WIDTH = 4_096, 32_768, 256
+
+
+def tree_bytes(tree: Any) -> int:
+  """Bytes of all arrays, or shapes, of a pytree."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def critic_bytes(frozen: tuple[str, ...]) -> dict[str, int]:
+  """Bytes of the critic's parameters, gradients and optimizer state with these components frozen."""
+  config = learner_config("sao", frozen_critic=frozen)
+  key = jax.random.key(0)
+  policy = jax.eval_shape(lambda: init_policy(decoding.MODEL, key))
+  critic = jax.eval_shape(lambda: init_critic(decoding.MODEL, key))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (policy, critic))
+  state = init_state(config, *zeros)
+  trainable, _ = split(critic, frozen)
+  return {
+    "parameters": tree_bytes(critic),
+    # Sums over microbatches are float32, as the parameters here are.
+    "gradients": tree_bytes(trainable),
+    "optimizer": tree_bytes(state.critic_opt),
+  }
+
+
+def logprob_temporaries(chunk_size: int | None) -> int:
+  """Bytes of temporaries of the compiled log-probs with their gradient; None: from full logits."""
+
+  def loss(hidden: jax.Array, head: jax.Array, tokens: jax.Array) -> jax.Array:
+    if chunk_size is None:
+      logp = logprobs.token_logprobs(hidden @ head, tokens)
+    else:
+      logp, _ = logprobs.chunked_token_logprobs(hidden, head, tokens, chunk_size=chunk_size)
+    return jnp.sum(logp)
+
+  shapes = (
+    jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32),
+    jax.ShapeDtypeStruct((WIDTH, VOCABULARY), jnp.float32),
+    jax.ShapeDtypeStruct((TOKENS,), jnp.int32),
+  )
+  compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+  return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def run(*, chunk_size: int) -> dict[str, Any]:
+  """Prints rows and returns the last line's object."""
+  whole, frozen = critic_bytes(()), critic_bytes(("attention",))
+  print(f"{'critic, bytes':<16}{'all trains':>14}{'attention frozen':>18}{'saved':>8}")
+  for name, value in whole.items():
+    print(f"{name:<16}{value:>14,}{frozen[name]:>18,}{1.0 - frozen[name] / value:>8.1%}")
+  full, chunked = logprob_temporaries(None), logprob_temporaries(chunk_size)
+  logits = TOKENS * VOCABULARY * 4
+  print(f"log-probs of {TOKENS:,} tokens, vocabulary {VOCABULARY:,}, forward and backward, temporaries in bytes")
+  print(f"  full logits {full:,}; chunks of {chunk_size} {chunked:,}: {chunked / full:.1%} (of one logits array: {chunked / logits:.1%})")
+  return {
+    "critic_bytes_full": whole,
+    "critic_bytes_frozen": frozen,
+    "logprob_temporaries_full": full,
+    "logprob_temporaries_chunked": chunked,
+    "logprob_ratio": chunked / full,
+    "logprob_share_of_logits": chunked / logits,
+  }
+
+
+def define_flags() -> None:
+  """Defines the command's flags (not at import: other commands have flags of the same names)."""
+  flags.DEFINE_integer("chunk_size", 256, "Tokens whose logits are held at once.", lower_bound=1)
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  print(json.dumps(run(chunk_size=flags.FLAGS["chunk_size"].value)))
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

@@ -1,0 +1,32 @@
+"""The learner's benchmarks at sizes that take seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.benchmarks import learner, memory
+
+
+@pytest.fixture
+def small(monkeypatch):
+  monkeypatch.setattr(learner, "ROWS", 2)
+  monkeypatch.setattr(learner, "LENGTH", 64)
+  monkeypatch.setattr(memory, "TOKENS", 512)
+  monkeypatch.setattr(memory, "VOCABULARY", 4_096)
+
+
+def test_learner_reports_its_keys(small, monkeypatch):
+  monkeypatch.setattr(learner, "tunix", lambda: None)  # its compilation is the benchmark's business
+  result = learner.run(repeats=1, chunk_size=128, rows_per_microbatch=1)
+  assert {"tokens_per_s", "tunix_tokens_per_s", "ratio_to_tunix", "share_of_limit"} <= set(result)
+  assert result["tokens_per_s"] > 0 and result["tunix_tokens_per_s"] is None
+  assert result["packed_fill"] > 0.6
+
+
+def test_memory_reports_what_freezing_and_chunks_save(small):
+  result = memory.run(chunk_size=32)
+  whole, frozen = result["critic_bytes_full"], result["critic_bytes_frozen"]
+  assert whole["parameters"] == frozen["parameters"]
+  attention = whole["gradients"] - frozen["gradients"]
+  assert attention > 0 and whole["optimizer"] - frozen["optimizer"] == 2 * attention
+  assert result["logprob_ratio"] < 0.5
