@@ -181,48 +181,50 @@ def print_table(results: Mapping[str, Result]) -> None:
     )
 
 
-_TRAJECTORIES = flags.DEFINE_string("trajectories", None, "Take lengths from this trajectories.jsonl.")
-_TOOL_S = flags.DEFINE_float("tool_s", PAPER_WORKLOAD.tool_s.median, "Median tool latency in seconds.")
-_TOOL_SIGMA = flags.DEFINE_float("tool_sigma", PAPER_WORKLOAD.tool_s.sigma, "Sigma of its log-normal.")
-_CHIPS = flags.DEFINE_integer("chips", 256, "Chips to split between trainer and engines.")
-_CHIPS_PER_ENGINE = flags.DEFINE_integer("chips_per_engine", 8, "Chips of one engine.")
-_TRAINER_CHIPS = flags.DEFINE_integer("trainer_chips", 64, "Chips that --train_s and --train_token_s are for.")
-_PLOTS = flags.DEFINE_string("plots", None, "Folder for the plots; none if not given.")
-_STEPS = flags.DEFINE_integer("steps", 40, "Trainer steps measured per simulation.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the episodes.", lower_bound=0)
-_CLUSTER = {
-  field.name: (flags.DEFINE_float if isinstance(getattr(PAPER, field.name), float) else flags.DEFINE_integer)(
-    field.name, getattr(PAPER, field.name), f"ClusterConfig.{field.name}."
-  )
-  for field in dataclasses.fields(ClusterConfig)
-  if field.name not in ("schedule", "in_flight")
-}
+def define_flags() -> None:
+  flags.DEFINE_string("trajectories", None, "Take lengths from this trajectories.jsonl.")
+  flags.DEFINE_float("tool_s", PAPER_WORKLOAD.tool_s.median, "Median tool latency in seconds.")
+  flags.DEFINE_float("tool_sigma", PAPER_WORKLOAD.tool_s.sigma, "Sigma of its log-normal.")
+  flags.DEFINE_integer("chips", 256, "Chips to split between trainer and engines.")
+  flags.DEFINE_integer("chips_per_engine", 8, "Chips of one engine.")
+  flags.DEFINE_integer("trainer_chips", 64, "Chips that --train_s and --train_token_s are for.")
+  flags.DEFINE_string("plots", None, "Folder for the plots; none if not given.")
+  flags.DEFINE_integer("steps", 40, "Trainer steps measured per simulation.")
+  flags.DEFINE_integer("seed", 0, "Seed of the episodes.", lower_bound=0)
+  for name, default in _cluster_numbers(PAPER).items():
+    define = flags.DEFINE_float if isinstance(default, float) else flags.DEFINE_integer
+    define(name, default, f"ClusterConfig.{name}.")
+
+
+def _cluster_numbers(config: ClusterConfig) -> dict[str, float | int]:
+  return {key: value for key, value in dataclasses.asdict(config).items() if key not in ("schedule", "in_flight")}
 
 
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
-  tool_s = LogNormal(median=_TOOL_S.value, sigma=_TOOL_SIGMA.value)
+  options = flags.FLAGS
+  tool_s = LogNormal(median=options.tool_s, sigma=options.tool_sigma)
   workload: Workload = dataclasses.replace(PAPER_WORKLOAD, tool_s=tool_s)
-  if _TRAJECTORIES.value is not None:
-    workload = Recorded.read(_TRAJECTORIES.value, tool_s=tool_s)
-  config = dataclasses.replace(PAPER, **{name: flag.value for name, flag in _CLUSTER.items()})
-  results = compare(config, workload, num_steps=_STEPS.value, seed=_SEED.value)
+  if options.trajectories is not None:
+    workload = Recorded.read(options.trajectories, tool_s=tool_s)
+  config = dataclasses.replace(PAPER, **{name: options[name].value for name in _cluster_numbers(PAPER)})
+  results = compare(config, workload, num_steps=options.steps, seed=options.seed)
   print_table(results)
   splits = best_split(
-    config, workload, chips=_CHIPS.value, chips_per_engine=_CHIPS_PER_ENGINE.value,
-    reference_trainer_chips=_TRAINER_CHIPS.value, num_steps=_STEPS.value, seed=_SEED.value,
+    config, workload, chips=options.chips, chips_per_engine=options.chips_per_engine,
+    reference_trainer_chips=options.trainer_chips, num_steps=options.steps, seed=options.seed,
   )  # fmt: skip
   best = splits[0]
   print(
-    f"best split of {_CHIPS.value} chips (async, in flight): {best.num_engines} engines of {_CHIPS_PER_ENGINE.value} "
+    f"best split of {options.chips} chips (async, in flight): {best.num_engines} engines of {options.chips_per_engine} "
     f"and {best.trainer_chips} for the trainer: {best.result.trajectories_per_s:.3f} trajectories/s"
   )
-  if _PLOTS.value is not None:
-    folder = pathlib.Path(_PLOTS.value)
+  if options.plots is not None:
+    folder = pathlib.Path(options.plots)
     folder.mkdir(parents=True, exist_ok=True)
     counts = [2**k for k in range(13)]
-    rates = sweep_engines(config, workload, counts, seed=_SEED.value)
+    rates = sweep_engines(config, workload, counts, seed=options.seed)
     plot_sweep(folder / "cluster_speedup.png", counts, rates)
     plot_comparison(folder / "cluster_utilisation.png", results)
   summary = {
@@ -236,4 +238,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+  define_flags()
   app.run(main)
