@@ -137,6 +137,7 @@ def _fit_values(
 ) -> Params:
   config = parts.config
   learner = config_lib.pretraining_learner(config)
+  assert parts.value_apply is not None  # or there would be no critic to fit
   step = make_critic_step(learner, parts.value_apply, num_updates=1)
   state = init_state(learner, policy, critic)
   rng = np.random.default_rng((config.seed, 3))

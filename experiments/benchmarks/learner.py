@@ -1,14 +1,15 @@
 """Speed of the policy's loss and gradient: `python -m experiments.benchmarks.learner`.
 
-The sampler benchmark's model (Qwen3, 4 layers, d 128, vocabulary 1,024, float32, random weights), 8 rows of 288 tokens, all
-but the first 32 of each actions. This library's DIS loss on chunked log-probs and, where google-tunix is installed, its
-`compute_per_token_logps` with a PPO loss take turns in one process, as does a large float32 matmul; the best of each is
-kept. Also timed: the same loss on a packed batch of long-tailed lengths, per real token.
+The sampler benchmark's model (Qwen3, 4 layers, d 128, vocabulary 1,024, float32, random weights), 8 rows of 288
+tokens, all but the first 32 of each actions. This library's DIS loss on chunked log-probs and, where google-tunix is
+installed, its `compute_per_token_logps` with a PPO loss take turns in one process, as does a large float32 matmul;
+the best of each is kept. Also timed: the same loss on a packed batch of long-tailed lengths, per real token.
 
 `share_of_limit` = 3 x forward FLOPs (projections, head, causal attention) x tokens/s / the matmul rate.
 
-Expected before the first measurement (2 CPU cores, matmul limit 60 to 125 GFLOP/s): 6.5 MFLOP per token forward and backward, at
-half of the limit about 6,000 tokens/s; Tunix 3,800, as measured before; packing costs its padding, about 5 %.
+Expected before the first measurement (2 CPU cores, matmul limit 60 to 125 GFLOP/s): 6.5 MFLOP per token forward and
+backward, at half of the limit about 6,000 tokens/s; Tunix 3,800, as measured before; packing costs its padding, about
+5 %.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 Compiled, not run: sizes come from shapes and from XLA's own account of its temporaries, so other load does not matter.
 
-- The critic with frozen attention against the whole critic: bytes of parameters, of optimizer state and of the gradient sums that the
+- The critic with frozen attention against the whole critic: bytes of parameters, of optimizer state and of the
+  gradient sums that the
   compiled critic step holds. Frozen leaves have none of the latter two.
-- The log-probs of 4,096 tokens at a vocabulary of 32,768 (d 256, float32), forward and backward, in chunks, against full logits.
+- The log-probs of 4,096 tokens at a vocabulary of 32,768 (d 256, float32), forward and backward, in chunks, against
+  full logits.
 
-Expected before the first measurement: optimizer state and gradients shrink by attention's share of the parameters (a fifth of this
-model); chunks of 512 tokens hold an eighth of the logits, twice over in the backward pass, against two to three arrays of full size: about
-10 %.
+Expected before the first measurement: optimizer state and gradients shrink by attention's share of the parameters (a
+fifth of this model); chunks of 512 tokens hold an eighth of the logits, twice over in the backward pass, against two
+to three arrays of full size: about 10 %.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def run(*, chunk_size: int) -> dict[str, Any]:
   full, chunked = logprob_temporaries(None), logprob_temporaries(chunk_size)
   logits = TOKENS * VOCABULARY * 4
   print(f"log-probs of {TOKENS:,} tokens, vocabulary {VOCABULARY:,}, forward and backward, temporaries in bytes")
-  print(f"  full logits {full:,}; chunks of {chunk_size} {chunked:,}: {chunked / full:.1%} (of one logits array: {chunked / logits:.1%})")
+  print(f"  full logits {full:,}; chunks of {chunk_size} {chunked:,}: {chunked / full:.1%}")
+  print(f"  of one array of logits: {chunked / logits:.1%}")
   return {
     "critic_bytes_full": whole,
     "critic_bytes_frozen": frozen,

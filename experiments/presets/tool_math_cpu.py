@@ -69,7 +69,7 @@ def make_config() -> RunConfig:
       chunk_steps=8,
       prefill_rows=(16,),
       prefill_tokens=(16, 32),
-      env_workers=2,
+      env_workers=64,  # one per slot: a slow tool holds up no other episode
     ),
     env=EnvConfig(options={"train_size": 20_000, "max_turns": 6, "tool_sleep_s": 0.0}),
     checkpoint=CheckpointConfig(every_steps=50),

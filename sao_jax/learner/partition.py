@@ -56,7 +56,7 @@ def split(params: Params, frozen: Sequence[str]) -> tuple[Params, Params]:
     raise ValueError(f"frozen = {tuple(frozen)} leaves no parameter to train.")
   trainable = [None if h else leaf for h, (_, leaf) in zip(held, leaves, strict=True)]
   fixed = [leaf if h else None for h, (_, leaf) in zip(held, leaves, strict=True)]
-  return treedef.unflatten(trainable), treedef.unflatten(fixed)
+  return jax.tree.unflatten(treedef, trainable), jax.tree.unflatten(treedef, fixed)
 
 
 def merge(trainable: Params, frozen: Params) -> Params:

@@ -95,6 +95,6 @@ def _estimate(
 
   length = v.shape[-1]
   arguments = (batch.rewards, v, mask, batch.segment_ids, batch.turn_ids, lambda_, bootstrap)
-  rows = [x if isinstance(x, float) else x.reshape(-1, length) for x in arguments]
+  rows: list[Any] = [x if isinstance(x, float) else x.reshape(-1, length) for x in arguments]
   in_axes = tuple(None if isinstance(x, float) else 0 for x in arguments)
   return jax.vmap(row, in_axes=in_axes)(*rows).reshape(v.shape)

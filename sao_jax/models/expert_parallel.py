@@ -9,7 +9,7 @@ are gathered first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,16 +43,15 @@ def apply_experts(
   if mesh is None:
     return _flat(expert_mlp, x, weights, experts, kernels)
   if x.ndim == 2:
-    grouped = (array[:, None] for array in (x, weights, experts))
-    return _on_mesh(mesh, expert_mlp, *grouped, kernels)[:, 0]
+    return _on_mesh(mesh, expert_mlp, x[:, None], weights[:, None], experts[:, None], kernels)[:, 0]
   return _on_mesh(mesh, expert_mlp, x, weights, experts, kernels)
 
 
 def _flat(
   expert_mlp: ExpertMlp[Kernels], x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels
 ) -> jax.Array:
-  flat = (array.reshape(-1, array.shape[-1]) for array in (x, weights, experts))
-  return expert_mlp(*flat, kernels).reshape(x.shape)
+  flat_x, flat_weights, flat_experts = (array.reshape(-1, array.shape[-1]) for array in (x, weights, experts))
+  return expert_mlp(flat_x, flat_weights, flat_experts, kernels).reshape(x.shape)
 
 
 def _on_mesh(
@@ -63,6 +62,7 @@ def _on_mesh(
   experts: jax.Array,
   kernels: Kernels,
 ) -> jax.Array:
+  make: Any = type(kernels)  # A named tuple: of arrays here, of PartitionSpecs below.
   num_experts, dim, width = kernels[0].shape
   rows, context = axes_for(mesh, x.shape[0], *ROWS), axes_for(mesh, x.shape[1], "context")
   split, tensor = axes_for(mesh, num_experts, "expert"), axes_for(mesh, width, "tensor")
@@ -74,7 +74,7 @@ def _on_mesh(
     if shard:
       gate, up, down = kernels
       gate, up = (jax.lax.all_gather(kernel, shard, axis=1, tiled=True) for kernel in (gate, up))
-      kernels = type(kernels)(*(gate, up, jax.lax.all_gather(down, shard, axis=2, tiled=True)))
+      kernels = make(gate, up, jax.lax.all_gather(down, shard, axis=2, tiled=True))
     if travel:
       x, weights, experts = (jax.lax.all_gather(a, travel, axis=0, tiled=True) for a in (x, weights, experts))
     if split:
@@ -90,7 +90,7 @@ def _on_mesh(
   tokens = P(rows or None, context or None, None)
   wide, narrow = P(split or None, shard or None, tensor or None), P(split or None, tensor or None, shard or None)
   run = jax.shard_map(
-    local, mesh=mesh, in_specs=(tokens, tokens, tokens, type(kernels)(*(wide, wide, narrow))), out_specs=tokens,
+    local, mesh=mesh, in_specs=(tokens, tokens, tokens, make(wide, wide, narrow)), out_specs=tokens,
     check_vma=False,  # Kernels inside cannot declare over which axes their results vary.
   )  # fmt: skip
   return run(x, weights, experts, kernels)

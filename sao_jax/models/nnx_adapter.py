@@ -7,7 +7,7 @@ once and rebuilds it inside the function, so that jit, grad, donation, partition
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from flax import nnx
@@ -35,27 +35,28 @@ def nnx_policy(
   Raises:
     ValueError: the module has no parameters, or `apply` gets a tree of another shape.
   """
-  return _pure(module, forward)
+  return cast(tuple[PolicyApply, Params], _pure(module, forward))
 
 
 def nnx_value(
   module: nnx.Module, forward: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 ) -> tuple[ValueApply, Params]:
   """Makes a `types.ValueApply` out of an NNX module; as `nnx_policy`, with `forward` returning values `[B, T]`."""
-  return _pure(module, forward)
+  return cast(tuple[ValueApply, Params], _pure(module, forward))
 
 
 def _pure(
   module: nnx.Module, forward: Callable[[Any, jax.Array, jax.Array, jax.Array], _Output]
 ) -> tuple[Callable[[Params, jax.Array, jax.Array, jax.Array], _Output], Params]:
-  graph, state, rest = nnx.split(module, nnx.Param, ...)
+  parts: Any = nnx.split(module, nnx.Param, ...)
+  graph, state, rest = parts
   flat, structure = jax.tree_util.tree_flatten_with_path(state)
   if not flat:
     raise ValueError(f"{type(module).__name__} has no nnx.Param: there is nothing to train.")
   paths = [_names(path) for path, _ in flat]
 
   def apply(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> _Output:
-    expected = jax.tree.structure(_nest(paths, list(range(len(paths)))))
+    expected: Any = jax.tree.structure(_nest(paths, list(range(len(paths)))))
     if jax.tree.structure(params) != expected:
       raise ValueError(f"params must have the structure {expected}; received {jax.tree.structure(params)}.")
     leaves = [_lookup(params, path) for path in paths]

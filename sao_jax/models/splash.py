@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,5 +63,5 @@ def _run(
   k_segments: jax.Array,
 ) -> jax.Array:
   heads_first = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-  out = jax.vmap(kernel)(*heads_first, kernels.SegmentIds(q_segments, k_segments))
+  out: Any = jax.vmap(kernel)(*heads_first, kernels.SegmentIds(q_segments, k_segments))
   return jnp.swapaxes(out, 1, 2).astype(q.dtype)

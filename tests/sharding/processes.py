@@ -26,9 +26,10 @@ def start(module: str, *args: str, devices: int, **environment: str) -> subproce
 
 def finish(process: subprocess.Popen[str], timeout: float) -> Any:
   """The JSON object on the last line of its output."""
-  try:
-    output, errors = process.communicate(timeout=timeout)
-  finally:
-    process.kill()
+  with process:
+    try:
+      output, errors = process.communicate(timeout=timeout)
+    finally:
+      process.kill()
   assert process.returncode == 0, errors
   return json.loads(output.splitlines()[-1])
