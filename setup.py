@@ -20,6 +20,8 @@ def read_version() -> str:
 
 
 TEST = [
+  "gguf>=0.10",
+  "gymnasium>=1.0",
   "hypothesis>=6.100",
   "jupytext>=1.16",
   "mypy>=1.15",
