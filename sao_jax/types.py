@@ -218,10 +218,13 @@ class Trajectory:
     if not np.isfinite(logp).all() or (logp > 0).any():
       raise ValueError(
         f"Trajectory {self.episode_id}: every action token needs a finite log-prob <= 0; "
-        f"of {logp.size}, {int((~np.isfinite(logp)).sum())} missing or not finite, {int((logp > 0).sum())} positive."
+        f"{int((~np.isfinite(logp)).sum())} of {logp.size} are missing or not finite, "
+        f"{int((logp > 0).sum())} are positive."
       )
     if (self.versions[self.action_mask] < 0).any():
-      raise ValueError(f"Trajectory {self.episode_id}: every action token needs the version that sampled it (>= 0).")
+      raise ValueError(
+        f"Trajectory {self.episode_id}: every action token needs the policy version that sampled it (>= 0)."
+      )
     if not np.isfinite(self.rewards).all() or self.rewards[~self.action_mask].any():
       raise ValueError(f"Trajectory {self.episode_id}: rewards must be finite, and 0 except on action tokens.")
     if self.ended not in ("terminal", "truncated"):

@@ -17,15 +17,17 @@ from sao_jax.config import EnvConfig
 def get_config() -> ml_collections.ConfigDict:
   """The preset."""
   base = tool_math_cpu.make_config()
-  steps = 200
+  steps = 200  # Of the warm start and of RL.
   optimizer = dataclasses.replace(base.warm_start.optimizer, decay_steps=steps)
+  policy_optimizer = dataclasses.replace(base.learner.policy_optimizer, learning_rate=1e-3, decay_steps=steps)
   return to_config_dict(
     dataclasses.replace(
       base,
-      num_steps=60,
+      num_steps=steps,
       eval_episodes=256,
       warm_start=dataclasses.replace(base.warm_start, num_steps=steps, optimizer=optimizer),
       critic=dataclasses.replace(base.critic, pretraining_trajectories=512),
+      learner=dataclasses.replace(base.learner, policy_optimizer=policy_optimizer),
       env=EnvConfig(factory="your_module:make_domain"),
     )
   )
