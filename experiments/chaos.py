@@ -1,0 +1,262 @@
+"""Kills training runs at random moments, resumes them, and audits that nothing was lost.
+
+    python -m experiments.chaos --seed=0 --kills=20
+
+Kills fall at any time since the start of the process (imports, warm start and value pretraining included), during
+checkpoint writes, and during publications of weights. In `sync` and `lagged` a run that was killed must end with the
+same arrays, bit for bit, the same resume state and the same metrics rows as one that was left alone; in `async` no
+trajectory is trained twice, every episode is accounted for, and staleness is what the trajectories say. Exits 0 if all
+of that holds, and says so last.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+
+from experiments import chaos_run
+from sao_jax import config as config_lib
+from sao_jax.io import jsonl
+from sao_jax.io.checkpoints import Checkpointer
+from sao_jax.io.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PLACES = ("time", "checkpoint", "publication")
+TIMES = frozenset(
+  {"time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds"}
+)
+"""Metrics that are measured in seconds: the only ones that a killed run may differ in."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  """What a finished workdir holds, as far as it must not depend on kills."""
+
+  rows: list[dict[str, Any]]
+  evaluations: list[dict[str, Any]]
+  arrays: dict[str, np.ndarray]
+  host: dict[str, Any]
+  ledger: dict[int, dict[str, Any]]
+  """By learner step: the batch that the step was last given (an earlier one went down with the process that had it)."""
+
+
+def launch(
+  workdir: pathlib.Path, schedule: str, num_steps: int, cache: pathlib.Path, *more: str
+) -> subprocess.Popen[bytes]:
+  """Starts a run, or its resumption; what it prints goes to a `.log` beside the workdir."""
+  command = [
+    sys.executable, "-m", "experiments.chaos_run", f"--workdir={workdir}", f"--schedule={schedule}",
+    f"--num_steps={num_steps}", *more,
+  ]  # fmt: skip
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(cache),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
+  with open(workdir.with_suffix(".log"), "ab") as log:
+    return subprocess.Popen(
+      command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+    )
+
+
+def finish(workdir: pathlib.Path, schedule: str, num_steps: int, cache: pathlib.Path) -> float:
+  """Runs or resumes to the end; returns the seconds it took."""
+  began = time.monotonic()
+  if was_killed(launch(workdir, schedule, num_steps, cache), workdir):
+    raise RuntimeError(f"a {schedule} run was killed from outside.")
+  return time.monotonic() - began
+
+
+def was_killed(process: subprocess.Popen[bytes], workdir: pathlib.Path) -> bool:
+  """Waits; True after SIGKILL, False after an orderly end; anything else is an error."""
+  code = process.wait()
+  if code not in (0, -signal.SIGKILL):
+    log = workdir.with_suffix(".log").read_text(errors="replace")
+    raise RuntimeError(f"the run in {workdir} ended with exit code {code}:\n{log[-4000:]}")
+  return code != 0
+
+
+def kill_once(
+  workdir: pathlib.Path,
+  schedule: str,
+  place: str,
+  num_steps: int,
+  seconds: float,
+  cache: pathlib.Path,
+  rng: random.Random,
+) -> bool:
+  """Starts or resumes a run and kills it; False if it ended by itself before its moment came."""
+  if place == "time":
+    process = launch(workdir, schedule, num_steps, cache)
+    try:
+      process.wait(rng.uniform(0.0, seconds))
+    except subprocess.TimeoutExpired:
+      process.kill()
+    return was_killed(process, workdir)
+  most = num_steps if place == "publication" else num_steps // 2
+  occurrence, seed = rng.randint(1, most // 2), rng.randrange(2**31)
+  more = (f"--place={place}", f"--occurrence={occurrence}", f"--seed={seed}")
+  return was_killed(launch(workdir, schedule, num_steps, cache, *more), workdir)
+
+
+def read_outcome(workdir: pathlib.Path, schedule: config_lib.Schedule, num_steps: int) -> Outcome:
+  """Reads a finished workdir."""
+  config = config_lib.to_json(chaos_run.make_config(schedule, num_steps=num_steps))
+  with Checkpointer(workdir, config=config, read_only=True) as checkpointer:
+    arrays, host = checkpointer.arrays(num_steps), checkpointer.host_state(num_steps)
+  rows, evaluations = read_metrics(workdir)
+  ledger = {row["step"]: row for _, row in jsonl.read_rows(workdir / chaos_run.LEDGER)}
+  return Outcome(rows=rows, evaluations=evaluations, arrays=arrays, host=host, ledger=ledger)
+
+
+def audit_rows(outcome: Outcome, num_steps: int) -> list[str]:
+  """Every step has one row, the evaluations are there, and rows agree with the batches on staleness."""
+  faults = []
+  if [row["step"] for row in outcome.rows] != list(range(1, num_steps + 1)):
+    faults.append(f"metrics rows of steps {[row['step'] for row in outcome.rows]}, wanted 1 to {num_steps} once each")
+  if [row["step"] for row in outcome.evaluations] != [0, num_steps]:
+    faults.append(f"evaluations of steps {[row['step'] for row in outcome.evaluations]}, wanted 0 and {num_steps}")
+  for row in outcome.rows:
+    staleness = outcome.ledger[row["step"]]["staleness"]
+    if row["staleness_max"] != max(staleness) or abs(row["staleness_mean"] - np.mean(staleness)) > 1e-6:
+      faults.append(f"step {row['step']}: staleness {row['staleness_mean']} does not follow from {staleness}")
+  return faults
+
+
+def audit_same(outcome: Outcome, reference: Outcome) -> list[str]:
+  """Everything but times is as in the run that was left alone."""
+  faults = []
+  for name in sorted(outcome.arrays.keys() | reference.arrays.keys()):
+    a, b = outcome.arrays.get(name), reference.arrays.get(name)
+    if a is None or b is None or a.tobytes() != b.tobytes():
+      faults.append(f"array {name} differs")
+  for kind in ("rows", "evaluations"):
+    for a, b in itertools.zip_longest(getattr(outcome, kind), getattr(reference, kind), fillvalue={}):
+      if different := [key for key in sorted((a.keys() | b.keys()) - TIMES) if not _equal(a.get(key), b.get(key))]:
+        faults.append(f"{kind}, step {b.get('step')}: {', '.join(different)} differ")
+  for key in sorted((outcome.host.keys() | reference.host.keys()) - {"progress"}):
+    if outcome.host.get(key) != reference.host.get(key):
+      faults.append(f"resume state {key!r} differs")
+  if outcome.ledger != reference.ledger:
+    faults.append("batches differ")
+  return faults
+
+
+def audit_episodes(outcome: Outcome, *, max_staleness: int) -> list[str]:
+  """No episode is trained on twice; each that was started is trained on, waiting, to be run again, or counted."""
+  faults = []
+  trained = [episode for entry in outcome.ledger.values() for episode in entry["episodes"]]
+  if twice := [episode for episode, count in collections.Counter(trained).items() if count > 1]:
+    faults.append(f"episodes {sorted(twice)} were trained on twice")
+  waiting = {row["episode_id"] for row in outcome.host["waiting"]}
+  requests, counts = outcome.host["source"]["requests"], outcome.host["source"]["queue"]
+  known = set(trained) | waiting | set(requests["again"])
+  if overlap := set(trained) & (waiting | set(requests["again"])):
+    faults.append(f"episodes {sorted(overlap)} were trained on and would be again")
+  lost = requests["cursor"] - len(known)
+  counted = counts["dropped_stale"] + counts["dropped_incomplete_group"] + counts["failed"]
+  if lost != counted:
+    faults.append(f"{lost} of {requests['cursor']} episodes are gone, {counted} are counted as dropped or failed")
+  if (stale := max(max(entry["staleness"]) for entry in outcome.ledger.values())) > max_staleness:
+    faults.append(f"staleness {stale} is more than {max_staleness}")
+  return faults
+
+
+def torment(
+  schedule: config_lib.Schedule, places: Sequence[str], num_steps: int, scratch: pathlib.Path, rng: random.Random
+) -> list[str]:
+  """Runs one schedule with a kill per entry of `places`; returns what was found wrong."""
+  cache = scratch / "cache"
+  reference_dir = scratch / f"{schedule}-reference"
+  seconds = finish(reference_dir, schedule, num_steps, cache)
+  reference = read_outcome(reference_dir, schedule, num_steps)
+  faults = [f"reference: {fault}" for fault in _audit(schedule, reference, None, num_steps)]
+  waiting = collections.deque(places)
+  victim = 0
+  while waiting:
+    victim += 1
+    workdir = scratch / f"{schedule}-{victim}"
+    killed = []
+    while waiting and kill_once(workdir, schedule, waiting[0], num_steps, seconds, cache, rng):
+      killed.append(waiting.popleft())
+      print(f"  {schedule}: killed ({killed[-1]})", flush=True)
+    finish(workdir, schedule, num_steps, cache)
+    outcome = read_outcome(workdir, schedule, num_steps)
+    found = _audit(schedule, outcome, reference, num_steps)
+    print(f"  {schedule}: run {victim}, {len(killed)} kills: {'; '.join(found) or 'nothing lost'}", flush=True)
+    faults += [f"run {victim} ({', '.join(killed)}): {fault}" for fault in found]
+    shutil.rmtree(workdir)
+  return [f"{schedule}: {fault}" for fault in faults]
+
+
+def _audit(schedule: str, outcome: Outcome, reference: Outcome | None, num_steps: int) -> list[str]:
+  faults = audit_rows(outcome, num_steps)
+  if schedule == "async":
+    return faults + audit_episodes(outcome, max_staleness=3)
+  return faults + (audit_same(outcome, reference) if reference is not None else [])
+
+
+def _equal(a: Any, b: Any) -> bool:
+  return a == b or (isinstance(a, float) and isinstance(b, float) and np.isnan(a) and np.isnan(b))
+
+
+def plan(kills: int, schedules: Sequence[str], rng: random.Random) -> Mapping[str, list[str]]:
+  """Deals kills out: each schedule gets its share, in each the kinds take turns in random order."""
+  shares: dict[str, list[str]] = {schedule: [] for schedule in schedules}
+  places = list(PLACES)
+  rng.shuffle(places)
+  for number in range(kills):
+    shares[schedules[number % len(schedules)]].append(places[number // len(schedules) % len(places)])
+  return shares
+
+
+def define_flags() -> None:
+  flags.DEFINE_integer("seed", 0, "Decides when and where to kill.")
+  flags.DEFINE_integer("kills", 20, "Kills in all.", lower_bound=1)
+  flags.DEFINE_integer("num_steps", 12, "Learner steps of each run.", lower_bound=4)
+  flags.DEFINE_list("schedules", ["sync", "lagged", "async"], "Schedules to torment.")
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
+  logging.set_verbosity(logging.ERROR)
+  jax.config.update("jax_platforms", "cpu")  # like the runs: the audit needs no accelerator
+  options = flags.FLAGS
+  rng = random.Random(options.seed)
+  shares = plan(options.kills, options.schedules, rng)
+  faults = []
+  with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+    for schedule, places in shares.items():
+      print(f"{schedule}: {len(places)} kills ({', '.join(places)})", flush=True)
+      if places:
+        faults += torment(schedule, places, options.num_steps, pathlib.Path(scratch), rng)
+  if faults:
+    print("\n".join(faults))
+    sys.exit(f"chaos: {len(faults)} faults after {options.kills} kills (seed {options.seed})")
+  counts = collections.Counter(place for places in shares.values() for place in places)
+  print(json.dumps({"kills": options.kills, "by_place": counts, "seed": options.seed}))
+  print(f"chaos: {options.kills} kills over {', '.join(shares)}; every one resumed with nothing lost")
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

@@ -1,0 +1,133 @@
+"""One run of `experiments.chaos`, in a process of its own: a tiny training job that keeps a ledger and may kill itself.
+
+The ledger, `ledger.jsonl` in the workdir, says which episodes each learner step was given, and how stale they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import random
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import app, flags, logging
+
+from experiments.domains import digits
+from sao_jax import loop
+from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig, Schedule, WarmStartConfig
+from sao_jax.io import jsonl
+from sao_jax.io.checkpoints import Checkpointer
+from sao_jax.io.console import Console
+from sao_jax.learner import OptimizerConfig, learner_config
+from sao_jax.models import ModelConfig
+from sao_jax.rollout import EngineConfig, sources
+from sao_jax.rollout.weights import WeightStore
+from sao_jax.types import Trajectory
+
+LEDGER = "ledger.jsonl"
+BATCH_SIZE = 16
+
+
+def make_config(schedule: Schedule, *, num_steps: int) -> RunConfig:
+  """A job of seconds that goes through every stage; tools of 5 ms in `async`, so that both sides overlap."""
+  in_background = schedule == "async"
+  return RunConfig(
+    schedule=schedule,
+    lag=2 if schedule == "lagged" else 0,
+    lag_switch_chunks=1 if schedule == "lagged" else None,
+    max_staleness=3,
+    num_steps=num_steps,
+    batch_size=BATCH_SIZE,
+    eval_episodes=16,
+    policy=ModelConfig(
+      model_type="qwen3_moe", vocab_size=len(digits.VOCABULARY), hidden_size=16, num_layers=2, num_heads=2,
+      num_kv_heads=1, head_dim=8, intermediate_size=32, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+      init_std=0.25,
+    ),
+    warm_start=WarmStartConfig(num_steps=20, batch_size=32, optimizer=OptimizerConfig(learning_rate=1e-2)),
+    critic=CriticConfig(pretraining_trajectories=32, pretraining_epochs=1),
+    learner=learner_config(
+      "sao", eps_low=0.3, eps_high=5.0, row_length=32, rows_per_microbatch=4, min_microbatches=4,
+      policy_optimizer=OptimizerConfig(learning_rate=1e-3),
+      critic_optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+    ),
+    engine=EngineConfig(
+      num_slots=8, max_len=32, max_action_tokens=6, max_turns=4, chunk_steps=4, prefill_rows=(8,), prefill_tokens=(4,),
+      live_buckets=(32,), env_workers=4 if in_background else 0, env_timeout_s=30.0 if in_background else None,
+    ),
+    env=EnvConfig(factory="experiments.domains.digits:make_domain", options={"sleep_s": 0.005 * in_background}),
+    checkpoint=CheckpointConfig(every_steps=2, keep=2, keep_best=1),
+  )  # fmt: skip
+
+
+def keep_ledger(workdir: pathlib.Path) -> None:
+  """Writes down every batch that a source hands to the learner."""
+  ledger = jsonl.JsonlFile(workdir / LEDGER)
+
+  def recorded(next_batch: Callable[..., list[Trajectory]]) -> Callable[..., list[Trajectory]]:
+    @functools.wraps(next_batch)
+    def wrapper(source: Any, version: int) -> list[Trajectory]:
+      batch = next_batch(source, version)
+      episodes = [trajectory.episode_id for trajectory in batch]
+      staleness = [version - trajectory.oldest_version for trajectory in batch]
+      ledger.append({"step": version + 1, "episodes": episodes, "staleness": staleness})
+      return batch
+
+    return wrapper
+
+  for kind in (sources.LaggedSource, sources.AsyncSource):
+    kind.next_batch = recorded(kind.next_batch)  # type: ignore[method-assign]
+
+
+def die_during(place: str, occurrence: int, rng: random.Random) -> None:
+  """Arranges for SIGKILL while, or a moment after, the n-th publication or checkpoint write of this process runs."""
+  owner, method, window_s = {
+    "publication": (WeightStore, "publish", 0.003),
+    "lagged_publication": (sources, "_owned_copy", 0.003),
+    "checkpoint": (Checkpointer, "_write", 0.15),
+  }[place]
+  original = getattr(owner, method)
+  calls = 0
+
+  @functools.wraps(original)
+  def wrapper(*args: Any, **options: Any) -> Any:
+    nonlocal calls
+    calls += 1
+    if calls == occurrence:
+      threading.Timer(rng.uniform(0.0, window_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return original(*args, **options)
+
+  setattr(owner, method, wrapper)
+
+
+def define_flags() -> None:
+  flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
+  flags.DEFINE_enum("schedule", "sync", ["sync", "lagged", "async"], "RunConfig.schedule.")
+  flags.DEFINE_integer("num_steps", 12, "Learner steps.")
+  flags.DEFINE_enum("place", None, ["publication", "checkpoint"], "Where to die; not at all if not given.")
+  flags.DEFINE_integer("occurrence", 1, "At which publication or checkpoint of this process.")
+  flags.DEFINE_integer("seed", 0, "Decides the moment within it.")
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  logging.set_verbosity(logging.WARNING)
+  options = flags.FLAGS
+  workdir = pathlib.Path(options.workdir)
+  workdir.mkdir(parents=True, exist_ok=True)
+  keep_ledger(workdir)
+  if options.place is not None:
+    deterministic = options.schedule != "async" and options.place == "publication"
+    place = "lagged_publication" if deterministic else options.place
+    die_during(place, options.occurrence, random.Random(options.seed))
+  config = make_config(options.schedule, num_steps=options.num_steps)
+  loop.train(config, digits.make_domain(**config.env.options), workdir, console=Console())
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)
