@@ -6,7 +6,8 @@ from __future__ import annotations
 import datetime
 import importlib
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from absl import app, flags, logging
 from rich.table import Table
@@ -53,25 +54,31 @@ def main(argv: Sequence[str]) -> None:
     report(workdir, summary, console)
 
 
-def report(workdir: pathlib.Path, summary: dict, console: Console) -> None:
+def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console) -> None:
   """The end of a run: plots, a table, a few trajectories, and what to do next."""
   plots.plot_run(workdir)
   samples = trajectory_io.read(workdir / "trajectories.jsonl")
   for trajectory in samples[:2] + samples[-3:]:
     outcome = "solved" if trajectory.success else "not solved"
     console.print(f"[{outcome}, {trajectory.num_turns} turns] {trajectory.text}")
+  if summary["n"]:
+    console.print(success_table(summary))
+  seconds = ", ".join(f"{stage} {value:.0f} s" for stage, value in summary["seconds_by_stage"].items())
+  console.print(f"time        {summary['seconds_total']:.0f} s ({seconds})")
+  console.print(f"plots       {workdir / 'plots'}")
+  console.print(f"checkpoint  {workdir / 'checkpoints' / str(summary['num_steps'])}")
+  console.print(f"evaluate    python -m experiments.evaluate --workdir={workdir}")
+
+
+def success_table(summary: Mapping[str, Any]) -> Table:
+  """Held-out success before and after RL; the summary of a run that was evaluated."""
   table = Table(title="held-out success, pass@1 at temperature 1")
   for column in ("", "success", "95 % interval", "n"):
     table.add_column(column)
   for name in ("before", "after"):
     low, high = summary[f"success_{name}_interval"]
     table.add_row(f"{name} RL", f"{summary[f'success_{name}']:.3f}", f"{low:.3f} to {high:.3f}", str(summary["n"]))
-  console.print(table)
-  seconds = ", ".join(f"{stage} {value:.0f} s" for stage, value in summary["seconds_by_stage"].items())
-  console.print(f"time        {summary['seconds_total']:.0f} s ({seconds})")
-  console.print(f"plots       {workdir / 'plots'}")
-  console.print(f"checkpoint  {workdir / 'checkpoints' / str(summary['num_steps'])}")
-  console.print(f"evaluate    python -m experiments.evaluate --workdir={workdir}")
+  return table
 
 
 if __name__ == "__main__":
