@@ -93,6 +93,8 @@ def parser(
     kept, cleared = _split_overrides(config_type, argv)
     try:
       ml_config_flags.DEFINE_config_file("config", default, text, flag_values=flag_values, sys_argv=kept)
+      # --help shows what the main module defines; this module defines the flag on its behalf.
+      flag_values.register_key_flag_for_module(argv[0], flag_values["config"])
       rest = list(flag_values(kept))
     except (AttributeError, KeyError) as error:  # ml_collections' answer to a key that a mapping of the preset lacks
       raise ValueError(f"--config has no such field: {error}") from error
