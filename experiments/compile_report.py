@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -52,6 +53,7 @@ _CHUNK = flags.DEFINE_integer("logprob_chunk", 4096, "Tokens whose logits are he
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  sys.stdout.reconfigure(line_buffering=True)  # Each program takes minutes: show what is known, through pipes too.
   unknown = set(_PROGRAMS.value) - set(PROGRAMS)
   if unknown:
     raise app.UsageError(f"--programs must name some of {', '.join(PROGRAMS)}; received {', '.join(sorted(unknown))}.")
