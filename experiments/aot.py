@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -69,7 +71,11 @@ class Workload(NamedTuple):
 
 def compile_program(lowered: jax.stages.Lowered) -> Program:
   """Compiles, and reads the figures."""
-  compiled = lowered.compile()
+  # The compiler's own dump: `as_text()` reads a serialized form that differs between versions of jaxlib and libtpu.
+  with tempfile.TemporaryDirectory() as folder:
+    compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+    dumps = pathlib.Path(folder).glob("*after_optimizations.txt")
+    text = max(dumps, key=lambda path: path.stat().st_size).read_text(encoding="utf-8")
   memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
   return Program(
     arguments=memory.argument_size_in_bytes,
@@ -78,7 +84,7 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
     temporaries=memory.temp_size_in_bytes,
     flops=cost.get("flops", math.nan),
     bytes_moved=cost.get("bytes accessed", math.nan),
-    collectives=hlo.collectives(compiled.as_text()),
+    collectives=hlo.collectives(text),
   )
 
 
