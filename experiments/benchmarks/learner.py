@@ -11,9 +11,9 @@ Expected before the first measurement (2 CPU cores, matmul limit 60 to 125 GFLOP
 backward, at half of the limit about 6,000 tokens/s; Tunix 3,800, as measured before; packing costs its padding, about
 5 %.
 
-Found, with two other processes at work: 9,650 tokens/s in microbatches of 2 rows (8,450 with 1, 8,900 with 4, 7,600 with 8: activations
-of 2 rows stay in the cache), the chunk size of the log-probs makes no difference at this vocabulary, packing costs 2 %. Tunix was
-only timed next to heavier load: 3,100 against our 3,800.
+Found, with two other processes at work: 9,650 tokens/s in microbatches of 2 rows (8,450 with 1, 8,900 with 4, 7,600
+with 8: activations of 2 rows stay in the cache), the chunk size of the log-probs makes no difference at this
+vocabulary, packing costs 2 %. Tunix was only timed next to heavier load: 3,100 against our 3,800.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Expected before the first measurement: optimizer state and gradients shrink by a
 fifth of this model); chunks of 512 tokens hold an eighth of the logits, twice over in the backward pass, against two
 to three arrays of full size: about 10 %.
 
-Found: optimizer state and gradients 21.4 % smaller. In chunks of 256 tokens 71.6 MB of temporaries against 1,074 MB (two arrays of logits):
-6.7 %, or 13.3 % of one array, of which a good half is the gradient of the head itself.
+Found: optimizer state and gradients 21.4 % smaller. In chunks of 256 tokens 71.6 MB of temporaries against 1,074 MB
+(two arrays of logits): 6.7 %, or 13.3 % of one array, of which a good half is the gradient of the head itself.
 """
 
 from __future__ import annotations
