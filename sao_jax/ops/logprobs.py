@@ -103,7 +103,7 @@ class _Restore(NamedTuple):
   columns: int
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 0, 1).reshape(self.rows, -1)[:, : self.columns].reshape(self.shape)
+    return jnp.moveaxis(x, 0, 2).reshape(self.rows, -1)[:, : self.columns].reshape(self.shape)
 
 
 def _split(h: jax.Array, ids: jax.Array, chunk_size: int) -> tuple[tuple[jax.Array, jax.Array], _Restore]:
@@ -118,8 +118,9 @@ def _split(h: jax.Array, ids: jax.Array, chunk_size: int) -> tuple[tuple[jax.Arr
   padding = count * width - columns
   h = jnp.pad(h.reshape(rows, columns, h.shape[-1]), ((0, 0), (0, padding), (0, 0)))
   ids = jnp.pad(ids.reshape(rows, columns), ((0, 0), (0, padding)))
-  h = jnp.moveaxis(h.reshape(rows, count, width, h.shape[-1]), 1, 0)
-  return (h, jnp.moveaxis(ids.reshape(rows, count, width), 1, 0)), _Restore(shape, rows, columns)
+  # A chunk takes every count-th token, so that each device of a row that is split over devices has a share in it.
+  h = jnp.moveaxis(h.reshape(rows, width, count, h.shape[-1]), 2, 0)
+  return (h, jnp.moveaxis(ids.reshape(rows, width, count), 2, 0)), _Restore(shape, rows, columns)
 
 
 def _logits(h: jax.Array, w: jax.Array, temperature: float) -> jax.Array:
