@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,12 @@ class EngineConfig:
   """Tokens of one action. One that reaches it without a stop id ends its episode: 'truncated', reward 0 for it."""
   max_turns: int = 8
   """Actions of a trajectory; an environment that wants more is cut after that many ('truncated', last reward kept)."""
+  truncated_reward: float | None = None
+  """Reward of a trajectory that was cut off, in place of all that it earned; None: it keeps what it earned.
+
+  It is booked on the last action token, whatever cut the trajectory: a limit here or its environment. The paper says
+  nothing of either choice. `learner.truncation` decides whether the value of the state it was cut off in is added.
+  """
   temperature: float = 1.0
   """Sampling temperature; recorded log-probs are those of the tempered distribution. Greedy decoding is not offered."""
   chunk_steps: int = 16
@@ -53,6 +60,8 @@ class EngineConfig:
       raise ValueError(f"EngineConfig.max_len must be >= 2 (a prompt and an action token); received {self.max_len}.")
     if not 0.0 < self.temperature < float("inf"):
       raise ValueError(f"EngineConfig.temperature must be finite and > 0; received {self.temperature}.")
+    if self.truncated_reward is not None and not math.isfinite(self.truncated_reward):
+      raise ValueError(f"EngineConfig.truncated_reward must be finite or None; received {self.truncated_reward}.")
     if self.env_workers < 0:
       raise ValueError(f"EngineConfig.env_workers must be >= 0; received {self.env_workers}.")
     if self.env_timeout_s is not None and not self.env_timeout_s > 0:

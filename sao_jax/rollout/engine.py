@@ -44,9 +44,9 @@ class Engine:
   its slot, its neighbours or the speed of the machine (up to the rounding of differently shaped programs, and to when
   weights change).
 
-  Limits: the turn limit and the token limits end an episode 'truncated'. Rewards booked so far stay; an action cut at
-  `max_action_tokens` or `max_len` never reaches the environment and gets 0. A prompt that leaves no room for an action
-  fails its episode before anything is sampled.
+  Limits: the turn limit and the token limits end an episode 'truncated'. Rewards booked so far stay, and an action cut
+  at `max_action_tokens` or `max_len` never reaches the environment and gets 0, unless `truncated_reward` is given: then
+  that is the whole reward. A prompt that leaves no room for an action fails its episode before anything is sampled.
 
   One `generate` or `run` at a time. Use as a context manager, or call `close`.
 

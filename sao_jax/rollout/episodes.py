@@ -139,8 +139,16 @@ class Episode:
       self._append(answer.ids, None, -1)
     self._texts.append(answer.text)
 
-  def finish(self, ended: Ended, decode: Callable[[Sequence[int]], str]) -> Trajectory:
-    """Builds the trajectory; `EpisodeFailure` if its checks refuse it."""
+  def finish(
+    self, ended: Ended, decode: Callable[[Sequence[int]], str], *, truncated_reward: float | None = None
+  ) -> Trajectory:
+    """Builds the trajectory; `EpisodeFailure` if its checks refuse it.
+
+    Args:
+      ended: how the episode ended.
+      decode: the tokenizer's.
+      truncated_reward: with 'truncated', the reward in place of all that was earned; None: that stays.
+    """
     if self.cut_action is not None:
       try:
         self._texts.append(decode(self.cut_action.tolist()))
@@ -156,6 +164,9 @@ class Episode:
     rewards = np.zeros(tokens.shape, np.float32)
     for index, reward in self._rewards:
       rewards[index] = reward
+    if ended == "truncated" and truncated_reward is not None:
+      rewards[:] = 0.0
+      rewards[np.flatnonzero(mask)[-1]] = truncated_reward
     total = float(rewards.sum())
     try:
       return Trajectory(

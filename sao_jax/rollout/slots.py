@@ -219,7 +219,8 @@ class SlotTable:
     trajectories = []
     for episode, how in ended:
       try:
-        trajectories.append(episode.finish(how, self._decode))
+        reward = self._config.truncated_reward
+        trajectories.append(episode.finish(how, self._decode, truncated_reward=reward))
       except EpisodeFailure as failure:
         self._failures.append((episode.request, failure))
     failures, self._failures = self._failures, []
