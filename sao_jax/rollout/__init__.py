@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from sao_jax.rollout.config import EngineConfig
-from sao_jax.rollout.engine import Engine, EngineThread, ParamsFor
+from sao_jax.rollout.engine import Engine, EngineThread, ParamsFor, TooManyFailuresError
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.queue import TrajectoryQueue
 from sao_jax.rollout.sampler import Sampler, SamplerSpec, sample_tokens
@@ -17,6 +17,7 @@ __all__ = [
   "ParamsFor",
   "Sampler",
   "SamplerSpec",
+  "TooManyFailuresError",
   "TrajectoryQueue",
   "WeightStore",
   "sample_tokens",

@@ -49,8 +49,13 @@ class EngineConfig:
   """After a weight swap recompute the keys and values of live contexts with the new weights; else keep them."""
   max_observation_chars: int = 1_000_000
   """A longer observation or prompt fails its episode before it is tokenised."""
+  max_abs_reward: float = 1e6
+  """A reward beyond this, in either direction, fails its episode: its square must stay far inside float32."""
+  reset_retries: int = 1
+  """A factory or `reset` that raises is tried so often again, each time with a fresh environment; a `step` never is."""
   max_failed_share: float = 0.5
-  """The engine stops with an error when more than this share of at least 64 episodes failed; 1.0 never stops."""
+  """The engine stops with an error when more than this share of the last 256 episodes failed (of at least 64); 1.0
+  never stops."""
 
   def __post_init__(self) -> None:
     for name in ("num_slots", "max_action_tokens", "max_turns", "chunk_steps", "max_observation_chars"):
@@ -66,6 +71,10 @@ class EngineConfig:
       raise ValueError(f"EngineConfig.env_workers must be >= 0; received {self.env_workers}.")
     if self.env_timeout_s is not None and not self.env_timeout_s > 0:
       raise ValueError(f"EngineConfig.env_timeout_s must be > 0 or None; received {self.env_timeout_s}.")
+    if not 0.0 < self.max_abs_reward <= 1e18:
+      raise ValueError(f"EngineConfig.max_abs_reward must be in (0, 1e18]; received {self.max_abs_reward}.")
+    if self.reset_retries < 0:
+      raise ValueError(f"EngineConfig.reset_retries must be >= 0; received {self.reset_retries}.")
     if not 0.0 <= self.max_failed_share <= 1.0:
       raise ValueError(f"EngineConfig.max_failed_share must be in [0, 1]; received {self.max_failed_share}.")
     for name in ("prefill_rows", "prefill_tokens", "live_buckets"):

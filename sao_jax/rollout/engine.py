@@ -24,13 +24,18 @@ ParamsFor = Callable[[int], tuple[Params, int]]
 _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.02
-_MIN_EPISODES_TO_JUDGE = 64
+_EPISODES_TO_JUDGE = (64, 256)
+"""The share of failures is taken over the last episodes: at least, at most so many."""
 # Domains of sampling noise: keys of different kinds of calls never meet.
 _SEEDED, _COUNTED, _RUN = range(3)
 
 
 def _newest(store: WeightStore) -> ParamsFor:
   return lambda _: store.latest()
+
+
+class TooManyFailuresError(RuntimeError):
+  """So many episodes fail that something other than the episodes is broken."""
 
 
 class Engine:
@@ -81,6 +86,7 @@ class Engine:
     self._driving = threading.Lock()
     self._counts = collections.Counter[str]()
     self._failed_by_kind = collections.Counter[str]()
+    self._outcomes = collections.deque[bool](maxlen=_EPISODES_TO_JUDGE[1])  # of the last episodes: failed?
     self._busy_seconds = 0.0
 
   def generate(
@@ -140,7 +146,7 @@ class Engine:
     """Totals since the engine was made; `busy_seconds` is the time with device work in flight."""
     names = (
       "tokens_generated", "prefill_tokens", "chunks", "prefills", "episodes_started", "episodes_finished",
-      "failed_episodes", "cache_recomputes", "weight_updates",
+      "failed_episodes", "reset_retries", "cache_recomputes", "weight_updates",
     )
     counts = {**self._counts, **self._slots.counts}
     return {
@@ -190,10 +196,10 @@ class Engine:
           self._counts["weight_updates"] += version is not None
           version = new_version
           slots.set_version(version)
-        slots.collect(wait_all=config.wait_for_env)
+        slots.collect(wait_all=config.wait_for_env, stop=stop)
         started = slots.refill(next_request)
         if started:
-          slots.collect(wait_all=config.wait_for_env)
+          slots.collect(wait_all=config.wait_for_env, stop=stop)
         began = time.perf_counter()
         fed = slots.prefill(params)
         running = slots.dispatch(params, key)
@@ -202,8 +208,9 @@ class Engine:
           slots.absorb(running)
           self._busy_seconds += time.perf_counter() - began
           chunk += 1
+        self._outcomes.extend([False] * len(finished))
+        yield from finished  # before the failures, which may end the run
         self._note_failures(failures, on_failure)
-        yield from finished
         if running is not None or fed or started or finished or failures:
           continue
         if slots.waiting:
@@ -228,16 +235,16 @@ class Engine:
         _log.warning(message, request.episode_id, failure.kind, failure, exc_info=failure.__cause__)
       self._failed_by_kind[failure.kind] += 1
       self._counts["failed_episodes"] += 1
+      self._outcomes.append(True)
       if on_failure is not None:
         on_failure(request)
-    failed = self._counts["failed_episodes"]
-    ended = failed + self._slots.counts["episodes_finished"]
-    if failures and ended >= _MIN_EPISODES_TO_JUDGE and failed > self._config.max_failed_share * ended:
+    failed, ended = sum(self._outcomes), len(self._outcomes)
+    if failures and ended >= _EPISODES_TO_JUDGE[0] and failed > self._config.max_failed_share * ended:
       request, failure = failures[-1]
-      raise RuntimeError(
-        f"{failed} of {ended} episodes failed, more than EngineConfig.max_failed_share = "
-        f"{self._config.max_failed_share}: {dict(self._failed_by_kind)}; the last one (episode {request.episode_id}): "
-        f"{failure}"
+      raise TooManyFailuresError(
+        f"{failed} of the last {ended} episodes failed, more than EngineConfig.max_failed_share = "
+        f"{self._config.max_failed_share}; failures by kind: {dict(self._failed_by_kind)}; the last one (episode "
+        f"{request.episode_id}): {failure}"
       ) from failure
 
 

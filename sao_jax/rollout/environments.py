@@ -24,12 +24,10 @@ class EnvironmentHolder:
     self._env: Environment | None = None
 
   def reset(self, task_index: int) -> Answer:
-    """Starts an episode; returns the prompt."""
+    """Starts an episode; returns the prompt. What raises is tried again with a fresh environment, a few times."""
     limit = self._config.max_len
+    prompt, retries = self._try_reset(task_index)
     try:
-      if self._env is None:
-        self._env = self._make_env()
-      prompt = check_text(self._env.reset(task_index), "prompt", self._config.max_observation_chars)
       ids = self._encode(prompt)
     except EpisodeFailure:
       raise
@@ -43,14 +41,31 @@ class EnvironmentHolder:
         f"task {task_index}: the prompt has {ids.shape[0]} tokens, which leaves no room for an action in "
         f"EngineConfig.max_len = {limit}; prompts are never trimmed.",
       )
-    return Answer(text=prompt, ids=ids)
+    return Answer(text=prompt, ids=ids, retries=retries)
+
+  def _try_reset(self, task_index: int) -> tuple[str, int]:
+    """`(prompt, failed attempts before)`."""
+    attempts = 1 + self._config.reset_retries
+    for attempt in range(attempts):
+      try:
+        if self._env is None:
+          self._env = self._make_env()
+        prompt = self._env.reset(task_index)
+      except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code: raised once the attempts are used up)
+        failure = error
+        self.close()
+      else:
+        return check_text(prompt, "prompt", self._config.max_observation_chars), attempt
+    what = f"task {task_index}, {attempts} attempts: {failure!r}"
+    raise EpisodeFailure("reset_error", what) from failure
 
   def step(self, action: np.ndarray) -> tuple[str, Answer]:
     """Hands an action over; returns its text and the answer."""
     assert self._env is not None
+    limits = self._config.max_observation_chars, self._config.max_abs_reward
     try:
       text = self._tokenizer.decode(action.tolist())
-      return text, check_step(self._env.step(text), self._encode, self._config.max_observation_chars)
+      return text, check_step(self._env.step(text), self._encode, *limits)
     except EpisodeFailure:
       raise
     except (Exception, SystemExit) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,6 +49,8 @@ class Answer:
   done: bool = False
   truncated: bool = False
   success: bool | None = None
+  retries: int = 0
+  """Of a reset: failed attempts before this one."""
 
 
 def check_text(text: Any, what: str, max_chars: int) -> str:
@@ -58,17 +59,23 @@ def check_text(text: Any, what: str, max_chars: int) -> str:
     raise EpisodeFailure(f"bad_{what}", f"{what} must be a str; received {type(text).__name__}.")
   if len(text) > max_chars:
     raise EpisodeFailure(f"{what}_too_long", f"{what} has {len(text)} characters; allowed are {max_chars}.")
+  try:
+    text.encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise EpisodeFailure(f"bad_{what}", f"{what} must be text that UTF-8 can hold: {error}") from error
   return text
 
 
-def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int) -> Answer:
+def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, max_abs_reward: float) -> Answer:
   """Returns what `Environment.step` answered if it can be used; `EpisodeFailure` otherwise."""
   if not isinstance(step, Step):
     raise EpisodeFailure("bad_step", f"Environment.step must return a Step; received {type(step).__name__}.")
   text = check_text(step.observation, "observation", max_chars)
   reward: Any = step.reward
-  if not isinstance(reward, (numbers.Real, np.number, np.bool_)) or not math.isfinite(float(reward)):
-    raise EpisodeFailure("bad_reward", f"Step.reward must be a finite number; received {reward!r}.")
+  # Compared before it is made a float: an int may be too large for one. NaN is in no range.
+  if not isinstance(reward, (numbers.Real, np.number, np.bool_)) or not -max_abs_reward <= reward <= max_abs_reward:
+    limit, received = f"EngineConfig.max_abs_reward = {max_abs_reward:g}", repr(reward)[:80]
+    raise EpisodeFailure("bad_reward", f"Step.reward must be a number within +-{limit}; received {received}.")
   success = step.info.get("success")
   return Answer(
     text=text,
@@ -181,7 +188,7 @@ class Episode:
         group_id=self.request.group_id,
         num_turns=self.num_turns,
         success=total > 0 if self._success is None else self._success,
-        text="".join(self._texts),
+        text="".join(self._texts).encode("utf-8", "replace").decode("utf-8"),  # a tokenizer may decode to surrogates
       )
     except ValueError as error:
       raise EpisodeFailure("bad_trajectory", str(error)) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -137,16 +138,19 @@ class SlotTable:
     self.counts["episodes_started"] += started
     return started
 
-  def collect(self, *, wait_all: bool = False, wait_s: float = 0.0) -> None:
+  def collect(
+    self, *, wait_all: bool = False, wait_s: float = 0.0, stop: threading.Event | None = None
+  ) -> None:
     """Takes in what environments answered, in slot order; gives up those that hang.
 
     Args:
       wait_all: wait for every running call.
       wait_s: wait this long for the first answer.
+      stop: ends the wait for every call.
     """
     done = self._workers.poll(wait_s)
     self._give_up_hanging()
-    while wait_all and len(done) < len(self._tasks):
+    while wait_all and len(done) < len(self._tasks) and not (stop is not None and stop.is_set()):
       done += self._workers.poll(_POLL_S)
       self._give_up_hanging()
     answers = [(slot, task) for task in done if (slot := self._tasks.pop(task, None)) is not None]
@@ -155,6 +159,7 @@ class SlotTable:
         self._fail(slot, task.error)
       elif slot.episode is None:
         assert slot.request is not None
+        self.counts["reset_retries"] += task.result.retries
         slot.episode = Episode(slot.request, task.result)
         slot.feed()
       else:
