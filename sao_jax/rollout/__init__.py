@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 from sao_jax.rollout.config import EngineConfig
-from sao_jax.rollout.engine import Engine, EngineThread, ParamsFor, TooManyFailuresError
+from sao_jax.rollout.engine import Engine, EngineThread, ParamsFor
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao_jax.rollout.failures import TooManyFailuresError
 from sao_jax.rollout.queue import TrajectoryQueue
 from sao_jax.rollout.sampler import Sampler, SamplerSpec, sample_tokens
 from sao_jax.rollout.weights import WeightStore

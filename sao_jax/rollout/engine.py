@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import collections
-import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from sao_jax.rollout.config import EngineConfig
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao_jax.rollout.failures import FailureLog
 from sao_jax.rollout.sampler import Sampler, SamplerSpec
 from sao_jax.rollout.slots import SlotTable
 from sao_jax.rollout.weights import WeightStore
@@ -21,21 +22,13 @@ from sao_jax.types import CachedPolicy, EnvironmentFactory, Params, Tokenizer, T
 ParamsFor = Callable[[int], tuple[Params, int]]
 """`(number of decode chunks so far) -> (params, version)`."""
 
-_log = logging.getLogger(__name__)
-
 _IDLE_WAIT_S = 0.02
-_EPISODES_TO_JUDGE = (64, 256)
-"""The share of failures is taken over the last episodes: at least, at most so many."""
 # Domains of sampling noise: keys of different kinds of calls never meet.
 _SEEDED, _COUNTED, _RUN = range(3)
 
 
 def _newest(store: WeightStore) -> ParamsFor:
   return lambda _: store.latest()
-
-
-class TooManyFailuresError(RuntimeError):
-  """So many episodes fail that something other than the episodes is broken."""
 
 
 class Engine:
@@ -81,12 +74,12 @@ class Engine:
       temperature=config.temperature,
       stop_ids=tuple(tokenizer.stop_ids),
     )
-    sampler = Sampler(spec, num_slots=config.num_slots, max_len=config.max_len)
+    sampler = Sampler(spec, num_slots=config.num_slots, max_len=config.max_len, num_lanes=config.num_lanes)
     self._slots = SlotTable(config=config, make_env=make_env, tokenizer=tokenizer, sampler=sampler)
+    self._cuts: queue.SimpleQueue[EpisodeRequest] = queue.SimpleQueue()
     self._driving = threading.Lock()
     self._counts = collections.Counter[str]()
-    self._failed_by_kind = collections.Counter[str]()
-    self._outcomes = collections.deque[bool](maxlen=_EPISODES_TO_JUDGE[1])  # of the last episodes: failed?
+    self._failures = FailureLog(config.max_failed_share)
     self._busy_seconds = 0.0
 
   def generate(
@@ -141,6 +134,13 @@ class Engine:
     for trajectory in self._drive(_newest(weights), next_request, key, on_failure, stop=stop):
       emit(trajectory)
 
+  def cut(self, request: EpisodeRequest) -> None:
+    """Asks for an end of a running episode before the next chunk, from any thread: 'truncated', with what is there.
+
+    One that has not sampled anything yet fails (kind "cut"); one that is over, or not known, is not touched.
+    """
+    self._cuts.put(request)
+
   @property
   def counters(self) -> dict[str, Any]:
     """Totals since the engine was made; `busy_seconds` is the time with device work in flight."""
@@ -151,7 +151,7 @@ class Engine:
     counts = {**self._counts, **self._slots.counts}
     return {
       **{name: counts.get(name, 0) for name in names},
-      "failed_by_kind": dict(self._failed_by_kind),
+      "failed_by_kind": dict(self._failures.by_kind),
       "busy_seconds": self._busy_seconds,
     }
 
@@ -188,6 +188,7 @@ class Engine:
     config = self._config
     version: int | None = None
     chunk = 0
+    to_cut: set[EpisodeRequest] = set()
     try:
       slots.reset()
       while stop is None or not stop.is_set():
@@ -200,6 +201,10 @@ class Engine:
         started = slots.refill(next_request)
         if started:
           slots.collect(wait_all=config.wait_for_env, stop=stop)
+        while not self._cuts.empty():
+          to_cut.add(self._cuts.get())
+        if to_cut:
+          to_cut = slots.cut(to_cut)
         began = time.perf_counter()
         fed = slots.prefill(params)
         running = slots.dispatch(params, key)
@@ -208,7 +213,7 @@ class Engine:
           slots.absorb(running)
           self._busy_seconds += time.perf_counter() - began
           chunk += 1
-        self._outcomes.extend([False] * len(finished))
+        self._failures.succeeded(len(finished))
         yield from finished  # before the failures, which may end the run
         self._note_failures(failures, on_failure)
         if running is not None or fed or started or finished or failures:
@@ -228,35 +233,46 @@ class Engine:
     failures: list[tuple[EpisodeRequest, EpisodeFailure]],
     on_failure: Callable[[EpisodeRequest], None] | None,
   ) -> None:
-    """Counts failures, logs the first of each kind, and stops the engine when there are too many."""
+    """Counts failures, and stops the engine when there are too many."""
     for request, failure in failures:
-      if failure.kind not in self._failed_by_kind:
-        message = "episode %d failed (%s, logged once per kind): %s"
-        _log.warning(message, request.episode_id, failure.kind, failure, exc_info=failure.__cause__)
-      self._failed_by_kind[failure.kind] += 1
+      self._failures.failed(request, failure)
       self._counts["failed_episodes"] += 1
-      self._outcomes.append(True)
       if on_failure is not None:
         on_failure(request)
-    failed, ended = sum(self._outcomes), len(self._outcomes)
-    if failures and ended >= _EPISODES_TO_JUDGE[0] and failed > self._config.max_failed_share * ended:
-      request, failure = failures[-1]
-      raise TooManyFailuresError(
-        f"{failed} of the last {ended} episodes failed, more than EngineConfig.max_failed_share = "
-        f"{self._config.max_failed_share}; failures by kind: {dict(self._failed_by_kind)}; the last one (episode "
-        f"{request.episode_id}): {failure}"
-      ) from failure
+    if failures:
+      self._failures.judge(*failures[-1])
+
+
+class AsyncEngine(Protocol):
+  """What the asynchronous schedule needs of an engine, here or elsewhere."""
+
+  def run(
+    self,
+    weights: WeightStore,
+    next_request: Callable[[], EpisodeRequest | None],
+    emit: Callable[[Trajectory], None],
+    stop: threading.Event,
+    *,
+    on_failure: Callable[[EpisodeRequest], None] | None = None,
+  ) -> None:
+    """As `Engine.run`."""
+    ...
+
+  @property
+  def counters(self) -> dict[str, Any]:
+    """As `Engine.counters`."""
+    ...
 
 
 class EngineThread:
-  """Runs `Engine.run` on a thread of its own, and brings its exceptions back.
+  """Runs an engine's `run` on a thread of its own, and brings its exceptions back.
 
   Args:
     engine: the engine.
     **run_arguments: as for `Engine.run`, without `stop`.
   """
 
-  def __init__(self, engine: Engine, **run_arguments: Any):
+  def __init__(self, engine: AsyncEngine, **run_arguments: Any):
     self._engine = engine
     self._arguments = run_arguments
     self._stop = threading.Event()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sao_jax.rollout.config import EngineConfig
 from sao_jax.types import Ended, Step, Trajectory
 
 
@@ -22,8 +23,12 @@ class EpisodeRequest:
   """Unique in the run, 0 <= id < 2**31; also what the episode's sampling noise is derived from."""
   group_id: int
   """Shared by the episodes that are compared with one another; equal to `episode_id` for single rollouts."""
+  max_action_tokens: int | None = None
+  """Tokens of one action, if fewer than `EngineConfig.max_action_tokens`; None: that many."""
 
   def __post_init__(self) -> None:
+    if self.max_action_tokens is not None and self.max_action_tokens < 1:
+      raise ValueError(f"EpisodeRequest.max_action_tokens must be >= 1 or None; received {self.max_action_tokens}.")
     if not 0 <= self.episode_id < 2**31:
       raise ValueError(f"EpisodeRequest.episode_id must be in [0, 2**31); received {self.episode_id}.")
     if self.task_index < 0:
@@ -126,6 +131,11 @@ class Episode:
     self._action.append(tokens)
     self.action_length += tokens.shape[0]
 
+  def budget(self, config: EngineConfig) -> int:
+    """Tokens that the current action may still have."""
+    limit = min(config.max_action_tokens, self.request.max_action_tokens or config.max_action_tokens)
+    return min(limit - self.action_length, config.max_len - self.length)
+
   def end_action(self) -> np.ndarray:
     """Closes the action and returns its tokens."""
     action = np.concatenate(self._action)
@@ -134,13 +144,23 @@ class Episode:
     self.num_turns += 1
     return action
 
-  def add_reward(self, action_text: str, answer: Answer) -> None:
-    """Books the answer's reward on the last action token (call before `add_observation`)."""
+  def take_answer(self, action_text: str, answer: Answer, config: EngineConfig) -> Ended | None:
+    """Books an environment's answer to the last action; returns how the episode ended, or None if it goes on."""
+    self._add_reward(action_text, answer)
+    if answer.done:
+      return "truncated" if answer.truncated else "terminal"
+    if self.num_turns >= config.max_turns or self.length + len(answer.ids) >= config.max_len:
+      return "truncated"
+    self._add_observation(answer)
+    return None
+
+  def _add_reward(self, action_text: str, answer: Answer) -> None:
+    """Books the answer's reward on the last action token (call before `_add_observation`)."""
     self._texts.append(action_text)
     self._rewards.append((self.length - 1, answer.reward))
     self._success = answer.success
 
-  def add_observation(self, answer: Answer) -> None:
+  def _add_observation(self, answer: Answer) -> None:
     """Appends what the environment said."""
     if answer.ids.shape[0]:
       self._append(answer.ids, None, -1)

@@ -12,7 +12,7 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from sao_jax.rollout.config import EngineConfig, bucket
 from sao_jax.rollout.environments import EnvironmentHolder
 from sao_jax.rollout.episodes import Answer, Episode, EpisodeFailure, EpisodeRequest
-from sao_jax.rollout.sampler import PrefillRow, Sampler
+from sao_jax.rollout.sampler import PrefillRow, RunningChunk, Sampler
 from sao_jax.rollout.workers import Task, Workers
 from sao_jax.types import Ended, EnvironmentFactory, Params, Tokenizer, Trajectory
 
@@ -112,6 +112,7 @@ class SlotTable:
       for task in self._workers.poll(_POLL_S):
         self._tasks.pop(task, None)
     self._workers.close()
+    self._sampler.close()
 
   def set_version(self, version: int) -> None:
     """New weights: with `recompute_cache_on_update` decoding slots are fed anew (waiting ones when they go on)."""
@@ -165,38 +166,49 @@ class SlotTable:
       else:
         self._take_answer(slot, *task.result)
 
+  def cut(self, requests: Collection[EpisodeRequest]) -> set[EpisodeRequest]:
+    """Ends the episodes of `requests` where they are: 'truncated', or failed if nothing was sampled yet.
+
+    Returns:
+      Those whose environment is at work: they cannot be ended now.
+    """
+    waiting = set()
+    for slot in self._slots:
+      if slot.request is None or slot.request not in requests:
+        continue
+      if slot.state is _State.ENV:
+        waiting.add(slot.request)
+      elif slot.episode is None or not (slot.episode.num_turns or slot.episode.action_length):
+        self._failures.append((slot.request, EpisodeFailure("cut", "cut before its first token.")))
+        slot.free()
+      else:
+        if slot.episode.action_length:
+          slot.episode.cut_action = slot.episode.end_action()
+        self._end(slot, "truncated")
+    return waiting
+
   def prefill(self, params: Params) -> int:
     """Dispatches a piece of every context that must be fed; returns how many there were."""
     feeding = [slot for slot in self._slots if slot.state is _State.FEED]
-    # Similar lengths share a call, so that few columns are padding.
-    feeding.sort(key=lambda slot: -len(slot.pending))
-    largest = self._config.prefill_rows[-1]
-    for i in range(0, len(feeding), largest):
-      rows = [self._next_piece(slot) for slot in feeding[i : i + largest]]
-      self._sampler.prefill(
-        params,
-        rows,
-        num_rows=bucket(self._config.prefill_rows, len(rows)),
-        width=bucket(self._config.prefill_tokens, max(len(row.tokens) for row in rows)),
-        live_len=bucket(self._live_lengths, max(row.start + len(row.tokens) for row in rows)),
-      )
-      self.counts["prefills"] += 1
-      self.counts["prefill_tokens"] += sum(len(row.tokens) for row in rows)
+    for lane in range(self._sampler.num_lanes):
+      self._prefill_lane(params, [slot for slot in feeding if slot.index % self._sampler.num_lanes == lane])
     return len(feeding)
 
-  def dispatch(self, params: Params, key: jax.Array) -> jax.Array | None:
+  def dispatch(self, params: Params, key: jax.Array) -> RunningChunk | None:
     """Dispatches a decode chunk; None if no slot is decoding."""
-    need = 0
+    needs = [0] * self._sampler.num_lanes
     for slot in self._slots:
       if slot.state is _State.DECODE:
         assert slot.episode is not None
-        need = max(need, slot.episode.length - 1 + min(self._config.chunk_steps, self._budget(slot.episode)))
-    if not need:
+        steps = min(self._config.chunk_steps, slot.episode.budget(self._config))
+        lane = slot.index % len(needs)
+        needs[lane] = max(needs[lane], slot.episode.length - 1 + steps)
+    if not any(needs):
       return None
     self.counts["chunks"] += 1
-    return self._sampler.decode(params, key, live_len=bucket(self._live_lengths, need))
+    return self._sampler.decode(params, key, live_lens=[need and bucket(self._live_lengths, need) for need in needs])
 
-  def absorb(self, out: jax.Array) -> None:
+  def absorb(self, out: RunningChunk) -> None:
     """Waits for the chunk `out` and takes in what it sampled; finished actions go to their environments."""
     chunk = self._sampler.fetch(out)
     for slot in self._slots:
@@ -232,6 +244,22 @@ class SlotTable:
     self.counts["episodes_finished"] += len(trajectories)
     return trajectories, failures
 
+  def _prefill_lane(self, params: Params, feeding: list[_Slot]) -> None:
+    # Similar lengths share a call, so that few columns are padding.
+    feeding.sort(key=lambda slot: -len(slot.pending))
+    largest = self._config.prefill_rows[-1]
+    for i in range(0, len(feeding), largest):
+      rows = [self._next_piece(slot) for slot in feeding[i : i + largest]]
+      self._sampler.prefill(
+        params,
+        rows,
+        num_rows=bucket(self._config.prefill_rows, len(rows)),
+        width=bucket(self._config.prefill_tokens, max(len(row.tokens) for row in rows)),
+        live_len=bucket(self._live_lengths, max(row.start + len(row.tokens) for row in rows)),
+      )
+      self.counts["prefills"] += 1
+      self.counts["prefill_tokens"] += sum(len(row.tokens) for row in rows)
+
   def _next_piece(self, slot: _Slot) -> PrefillRow:
     """The next tokens to feed to a slot; it decodes once nothing is left."""
     episode = slot.episode
@@ -249,25 +277,18 @@ class SlotTable:
     if complete:
       slot.state = _State.DECODE
     return PrefillRow(
-      slot.index, start, piece, int(slot.pending[0]), self._budget(episode), complete, episode.request.episode_id
+      slot.index, start, piece, int(slot.pending[0]), episode.budget(self._config), complete, episode.request.episode_id
     )
-
-  def _budget(self, episode: Episode) -> int:
-    """Tokens that the current action may still have."""
-    return min(self._config.max_action_tokens - episode.action_length, self._config.max_len - episode.length)
 
   def _take_answer(self, slot: _Slot, action_text: str, answer: Answer) -> None:
     """An environment answered an action: the episode ends or goes on."""
     episode = slot.episode
     assert episode is not None
-    episode.add_reward(action_text, answer)
-    if answer.done:
-      self._end(slot, "truncated" if answer.truncated else "terminal")
-    elif episode.num_turns >= self._config.max_turns or episode.length + len(answer.ids) >= self._config.max_len:
-      self._end(slot, "truncated")
-    else:
-      episode.add_observation(answer)
+    ended = episode.take_answer(action_text, answer, self._config)
+    if ended is None:
       slot.feed()
+    else:
+      self._end(slot, ended)
 
   def _end(self, slot: _Slot, how: Ended) -> None:
     assert slot.episode is not None
