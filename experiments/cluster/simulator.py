@@ -55,8 +55,12 @@ class ClusterConfig:
   transfer_s: float = 0.0
   """Pause of an engine that takes up new weights."""
   max_staleness: int = 8
+  capacity: int | None = None
+  """Trajectories ready for the trainer before finished episodes must wait in their slots; None: twice the batch."""
 
   def __post_init__(self) -> None:
+    if self.capacity is not None and self.capacity < self.batch_size:
+      raise ValueError(f"capacity must be >= batch_size = {self.batch_size}; received {self.capacity}.")
     for name in ("num_engines", "slots", "batch_size", "group_size"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} must be >= 1; received {getattr(self, name)}.")
@@ -144,6 +148,8 @@ class _Cluster:
     self.ready: collections.deque[_Finished] = collections.deque()
     self.groups: collections.defaultdict[int, list[_Finished]] = collections.defaultdict(list)
     self.arrival = self.env.event()
+    self.capacity = 2 * config.batch_size if config.capacity is None else config.capacity
+    self.room = self.env.event()  # happens when the trainer takes a batch
     self.paused_s = self.pause_end = 0.0  # pauses of all engines at once (`in_flight`), begun so far
     self.decoding = self.decoded_s = self.integrated_to = 0.0  # slots that decode, on average over their episodes
     self.trained_s = self.measured_from = 0.0
@@ -177,6 +183,7 @@ class _Cluster:
         self.arrival = self.env.event()
         yield self.arrival
       batch = [self.ready.popleft() for _ in range(self.config.batch_size)]
+      self._make_room()
       self.staleness.update(self.version - finished.version for finished in batch)
       tokens = sum(finished.tokens for finished in batch)
       seconds = self.config.train_s + self.config.train_token_s * tokens
@@ -236,6 +243,8 @@ class _Cluster:
       remaining, seen = self.paused_s - seen, self.paused_s
     self._integrate()
     self.decoding -= share
+    while len(self.ready) >= self.capacity:
+      yield self.room
     engine.live -= 1
     self.free.append(engine)
     self._finish(_Finished(episode.tokens, version), group)
@@ -291,7 +300,13 @@ class _Cluster:
         self.dropped += size
       else:
         fresh.extend(members)
-    self.ready = fresh
+    if len(fresh) < len(waiting):
+      self.ready = fresh
+      self._make_room()
+
+  def _make_room(self) -> None:
+    room, self.room = self.room, self.env.event()
+    room.succeed()
 
   def _integrate(self) -> None:
     """Adds up decoding time until now; nothing decodes during a pause."""

@@ -162,3 +162,16 @@ def test_distributions_respect_their_limits():
 def test_bad_clusters_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
     make(**change)
+
+
+def test_full_queue_holds_finished_episodes_in_their_slots():
+  """A trainer that cannot keep up: what it uses has waited for room, not for all that admission allows."""
+  slow = {"train_s": 100.0, "num_engines": 1, "slots": 8, "max_staleness": 64}
+  staleness = [run(make(**slow, capacity=capacity), num_steps=40).staleness_mean for capacity in (8, 64)]
+  # Waiting batches and the one in the slots, each one version old when the next is used.
+  assert staleness == [pytest.approx(2, abs=0.6), pytest.approx(9, abs=0.6)]
+
+
+def test_capacity_below_a_batch_is_refused():
+  with pytest.raises(ValueError, match="capacity must be >= batch_size = 8; received 7"):
+    make(capacity=7)

@@ -1,0 +1,322 @@
+"""What asynchrony pays on this machine: `python -m experiments.benchmarks.async_speedup`.
+
+One policy, one learner, equally many trajectories per step, three schedules in one process:
+  sync    a batch is generated to its last episode, then trained on;
+  group   async, but a trajectory waits for the slowest of the 8 rollouts of its prompt;
+  async   every rollout for itself, weights taken up in flight (SAO).
+Episodes have 1 to 6 turns of about 16 action tokens (random weights, one stop id in 16); every turn but the last calls
+a tool that sleeps a log-normal time, median 50 ms and sigma 1.2: 103 ms on average, 1.4 s for one call in 400. Turns
+and latencies are those of the task's number, so that sync and async run the same episodes. The learning rates are tiny:
+no schedule changes what is generated. The first steps compile and fill the queues and are not counted.
+
+Each schedule is also simulated (`experiments.simulate_cluster`), fed with the sync run, in which nothing overlaps: its
+episodes, and its seconds per decode step, per turn and per learner step. `share_of_simulated` is the measured speed-up
+over sync as a share of the simulated one: what is lost to two programs that share two cores.
+
+Prediction written down before the first run: a sync step waits about 2 s for its slowest episode and works about 1 s;
+an async step works about 0.7 s, bound by the learner: 4 times sync, 90 % of the simulated. Groups lose little in
+throughput (slots are refilled while members wait) but are staler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from experiments.cluster.simulator import ClusterConfig, Result, Schedule, simulate
+from experiments.cluster.workload import Episode, LogNormal
+from sao_jax.components import Components
+from sao_jax.config import RunConfig
+from sao_jax.learner import LearnerState, OptimizerConfig, init_state, learner_config
+from sao_jax.models import ModelConfig
+from sao_jax.rollout import EngineConfig, TrajectoryQueue
+from sao_jax.rollout.requests import RequestStream
+from sao_jax.rollout.sources import AsyncSource, BatchSource
+from sao_jax.types import Domain, Environment, Split, Step, Trajectory
+
+SCHEDULES = ("sync", "group", "async")
+GROUP_SIZE = 8
+MAX_TURNS = 6
+MAX_STALENESS = 8
+TOOL_S = LogNormal(median=0.05, sigma=1.2)
+VOCABULARY = 128
+NUM_STOP_IDS = 8
+
+
+class LetterTokenizer:
+  """One token per character."""
+
+  vocab_size = VOCABULARY
+  stop_ids = tuple(range(NUM_STOP_IDS))
+
+  def encode(self, text: str) -> list[int]:
+    return [ord(c) % VOCABULARY for c in text]
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Span:
+  """Where an episode's seconds went."""
+
+  tool_s: float
+  other_s: float
+
+
+class SlowTool(Environment):
+  """1 to 6 turns, each but the last with a call of the tool; reward 1 for half of the episodes.
+
+  Args:
+    salt: with the task's number the seed of turns and latencies.
+    spans: gets the seconds of every episode, by its task's number.
+  """
+
+  def __init__(self, salt: int, spans: dict[int, Span]) -> None:
+    self._salt = salt
+    self._spans = spans
+
+  def reset(self, task_index: int) -> str:
+    self._task = task_index
+    self._rng = np.random.default_rng((task_index, self._salt))
+    self._turns = int(self._rng.integers(1, MAX_TURNS + 1))
+    self._began, self._tool_s = time.perf_counter(), 0.0
+    self._note()
+    return "p" * 16
+
+  def step(self, action: str) -> Step:
+    self._turns -= 1
+    self._note()
+    if not self._turns:
+      return Step(reward=float(self._rng.integers(2)), done=True)
+    began = time.perf_counter()
+    time.sleep(float(TOOL_S.draw(self._rng, 1)[0]))
+    self._tool_s += time.perf_counter() - began
+    self._note()
+    return Step(observation="o" * 8)
+
+  def _note(self) -> None:
+    """Kept at every turn: an episode that is truncated ends without a word to its environment."""
+    other_s = time.perf_counter() - self._began - self._tool_s
+    self._spans[self._task] = Span(tool_s=self._tool_s, other_s=other_s)
+
+  def close(self) -> None:
+    """Holds nothing."""
+
+
+def make_domain(schedule: str, spans: dict[int, Span]) -> Domain:
+  """The task; the members of a group differ in turns and latencies."""
+  salts = itertools.count() if schedule == "group" else itertools.repeat(0)
+
+  def make_env(split: Split) -> SlowTool:
+    return SlowTool(next(salts), spans)
+
+  return Domain(make_env=make_env, tokenizer=LetterTokenizer(), num_train_tasks=1_000_000, num_eval_tasks=1)
+
+
+@dataclasses.dataclass
+class Replay:
+  """A workload: the recorded episodes in their order, again and again."""
+
+  episodes: Sequence[Episode]
+  place: int = 0
+
+  def draw(self, rng: np.random.Generator) -> Episode:
+    self.place += 1
+    return self.episodes[(self.place - 1) % len(self.episodes)]
+
+
+def make_config(schedule: str, *, batch_size: int, slots: int) -> RunConfig:
+  """The run of one schedule; `group` is the async one, its groups are made by `make_source`."""
+  still = OptimizerConfig(learning_rate=1e-12)
+  return RunConfig(
+    schedule="sync" if schedule == "sync" else "async",
+    num_steps=0,
+    batch_size=batch_size,
+    max_staleness=MAX_STALENESS,
+    policy=ModelConfig(
+      vocab_size=VOCABULARY, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+      intermediate_size=192,
+    ),
+    learner=learner_config(
+      "sao", eps_low=0.3, eps_high=5.0, row_length=256, rows_per_microbatch=4, min_microbatches=8,
+      policy_optimizer=still, critic_optimizer=still,
+    ),
+    engine=EngineConfig(
+      num_slots=slots, max_len=256, max_action_tokens=96, max_turns=MAX_TURNS, chunk_steps=8, prefill_rows=(8,),
+      prefill_tokens=(16,), live_buckets=(128, 256), env_workers=slots,
+    ),
+  )  # fmt: skip
+
+
+def make_source(parts: Components, schedule: str) -> BatchSource:
+  """The config's own source; for `group` the async one with whole groups."""
+  if schedule != "group":
+    return parts.make_source()
+  config = parts.config
+  requests = RequestStream(num_tasks=parts.domain.num_train_tasks, group_size=GROUP_SIZE, seed=config.seed)
+  queue = TrajectoryQueue(
+    batch_size=config.batch_size, group_size=GROUP_SIZE, max_staleness=config.max_staleness,
+    capacity=2 * config.batch_size,
+  )  # fmt: skip
+  return AsyncSource(engine=parts.engine, requests=requests, queue=queue)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+  """A schedule's run, over the steps that count."""
+
+  trajectories_per_s: float
+  engine_busy_fraction: float
+  learner_busy_fraction: float
+  staleness_mean: float
+  dropped_stale: int
+  # Stage times; they are those of each stage alone in `sync` only.
+  token_s: float
+  """Seconds per decode step, prefills included."""
+  turn_s: float
+  """Seconds of a turn beyond its decode steps and its tool: rounding to whole chunks, waits for their ends."""
+  train_s: float
+  """Seconds of a learner step, publication included."""
+  episodes: tuple[Episode, ...]
+  """What was generated, in the order of the requests."""
+
+
+def measure(schedule: str, *, batch_size: int, slots: int, steps: int, warmup_steps: int) -> Measured:
+  """Runs a schedule's loop and counts after the warm-up."""
+  spans: dict[int, Span] = {}
+  with Components(make_config(schedule, batch_size=batch_size, slots=slots), make_domain(schedule, spans)) as parts:
+    policy = parts.init_policy()
+    state = init_state(parts.config.learner, policy, parts.init_critic(policy))
+    with contextlib.closing(make_source(parts, schedule)) as source:
+      source.publish(state.policy, 0)
+      for step in range(1, warmup_steps + 1):
+        state, _ = _step(parts, state, step, source)
+      before, began, learner_s, done = parts.engine.counters, time.perf_counter(), 0.0, []
+      for step in range(warmup_steps + 1, warmup_steps + steps + 1):
+        state, (trajectories, seconds) = _step(parts, state, step, source)
+        learner_s += seconds
+        done += [(x, step - 1 - x.oldest_version) for x in trajectories]
+      elapsed = time.perf_counter() - began
+      return _summary(parts, source, before, elapsed, learner_s, steps, done, spans)
+
+
+def _step(
+  parts: Components, state: LearnerState, step: int, source: BatchSource
+) -> tuple[LearnerState, tuple[list[Trajectory], float]]:
+  """One step as in `sao_jax.loop`; returns its trajectories and the learner's seconds too."""
+  trajectories = source.next_batch(version=step - 1)
+  began = time.perf_counter()
+  batch, packed = parts.pack(trajectories)
+  state, report = parts.update(state, batch, np.int32(packed.num_microbatches))
+  source.publish(state.policy, step)
+  jax.device_get(report)
+  return state, (trajectories, time.perf_counter() - began)
+
+
+def _summary(
+  parts: Components,
+  source: BatchSource,
+  before: Mapping[str, Any],
+  seconds: float,
+  learner_s: float,
+  steps: int,
+  done: Sequence[tuple[Trajectory, int]],
+  spans: Mapping[int, Span],
+) -> Measured:
+  counts = {key: parts.engine.counters[key] - before[key] for key in ("busy_seconds", "chunks")}
+  token_s = counts["busy_seconds"] / (counts["chunks"] * parts.config.engine.chunk_steps)
+  trajectories = sorted((x for x, _ in done), key=lambda x: x.episode_id)
+  episodes = tuple(
+    Episode(tokens=x.num_actions, turns=x.num_turns, tool_s=spans[x.task_index].tool_s) for x in trajectories
+  )
+  other_s = sum(spans[x.task_index].other_s for x in trajectories)
+  decode_s = token_s * sum(x.tokens for x in episodes)
+  return Measured(
+    trajectories_per_s=len(done) / seconds,
+    engine_busy_fraction=counts["busy_seconds"] / seconds,
+    learner_busy_fraction=learner_s / seconds,
+    staleness_mean=float(np.mean([staleness for _, staleness in done])),
+    dropped_stale=source.counters()["dropped_stale"],
+    token_s=token_s,
+    turn_s=max(0.0, (other_s - decode_s) / sum(x.turns for x in episodes)),
+    train_s=learner_s / steps,
+    episodes=episodes,
+  )
+
+
+def predict(schedule: str, alone: Measured, *, batch_size: int, slots: int) -> Result:
+  """The simulation's word on a schedule, from the stage times of the sync run."""
+  names: dict[str, Schedule] = {"sync": "sync", "group": "group_async", "async": "async"}
+  config = ClusterConfig(
+    schedule=names[schedule], num_engines=1, slots=slots, token_s=alone.token_s, turn_s=alone.turn_s,
+    batch_size=batch_size, group_size=GROUP_SIZE, train_s=alone.train_s, max_staleness=MAX_STALENESS,
+  )  # fmt: skip
+  steps = len(alone.episodes) // batch_size
+  return simulate(config, Replay(alone.episodes), num_steps=10 * steps, warmup_steps=steps)
+
+
+def run(*, batch_size: int, slots: int, steps: int, warmup_steps: int) -> dict[str, object]:
+  """Measures and simulates every schedule, prints rows and returns the last line's object."""
+  print("schedule   traj/s  simulated  engine busy  learner busy  staleness  (simulated)  dropped")
+  measured: dict[str, Measured] = {}
+  simulated: dict[str, Result] = {}
+  for schedule in SCHEDULES:
+    m = measured[schedule] = measure(
+      schedule, batch_size=batch_size, slots=slots, steps=steps, warmup_steps=warmup_steps
+    )
+    s = simulated[schedule] = predict(schedule, measured["sync"], batch_size=batch_size, slots=slots)
+    print(
+      f"{schedule:8}{m.trajectories_per_s:9.1f}{s.trajectories_per_s:11.1f}{m.engine_busy_fraction:13.0%}"
+      f"{m.learner_busy_fraction:14.0%}{m.staleness_mean:11.2f}{s.staleness_mean:13.2f}{m.dropped_stale:9d}"
+    )
+  alone, together = measured["sync"], measured["async"]
+  for label, m in (("alone (sync)", alone), ("together (async)", together)):
+    print(
+      f"{label}: {m.token_s * 1e3:.2f} ms per decode step of {slots} slots, {m.turn_s * 1e3:.1f} ms per turn, "
+      f"{m.train_s * 1e3:.0f} ms per learner step of {batch_size} trajectories"
+    )
+  speed = {schedule: m.trajectories_per_s for schedule, m in measured.items()}
+  speedup = speed["async"] / speed["sync"]
+  expected = simulated["async"].trajectories_per_s / simulated["sync"].trajectories_per_s
+  print(f"async is {speedup:.2f} times sync (simulated: {expected:.2f})")
+  return {
+    "trajectories_per_s": speed,
+    "speedup_async_over_sync": speedup,
+    "speedup_async_over_group": speed["async"] / speed["group"],
+    "simulated_speedup": expected,
+    "share_of_simulated": speedup / expected,
+    "staleness_mean": {schedule: m.staleness_mean for schedule, m in measured.items()},
+    "engine_busy_fraction": {schedule: m.engine_busy_fraction for schedule, m in measured.items()},
+    "learner_busy_fraction": {schedule: m.learner_busy_fraction for schedule, m in measured.items()},
+    "simulated_trajectories_per_s": {schedule: s.trajectories_per_s for schedule, s in simulated.items()},
+  }
+
+
+def define_flags() -> None:
+  """Defines the command's flags (not at import: other commands have flags of the same names)."""
+  flags.DEFINE_integer("batch_size", 64, f"Trajectories per step; a multiple of {GROUP_SIZE}.", lower_bound=GROUP_SIZE)
+  flags.DEFINE_integer("slots", 64, "Episodes at once.", lower_bound=1)
+  flags.DEFINE_integer("steps", 30, "Learner steps that count.", lower_bound=1)
+  flags.DEFINE_integer("warmup_steps", 10, "Learner steps before them.", lower_bound=1)
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  names = ("batch_size", "slots", "steps", "warmup_steps")
+  print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

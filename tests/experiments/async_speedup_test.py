@@ -1,0 +1,67 @@
+"""The benchmark of asynchrony runs, at a tiny size, and prints the keys that others read."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import compilation_cache
+
+from experiments.benchmarks import async_speedup
+from experiments.benchmarks.async_speedup import Replay, SlowTool, Span
+from experiments.cluster.workload import Episode
+
+
+@pytest.fixture
+def compile_once(tmp_path):
+  """The schedules run the same programs: compiled for the first, they are read back for the others."""
+  names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  before = {name: getattr(jax.config, name) for name in names}
+  jax.config.update(names[0], str(tmp_path))
+  jax.config.update(names[1], 0.1)
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.compilation_cache.reset_cache()
+
+
+def test_run(compile_once):
+  result = async_speedup.run(batch_size=8, slots=8, steps=2, warmup_steps=1)
+  assert {
+    "trajectories_per_s", "speedup_async_over_sync", "speedup_async_over_group", "simulated_speedup",
+    "share_of_simulated", "staleness_mean",
+  } <= set(result)  # fmt: skip
+  speed = result["trajectories_per_s"]
+  assert set(speed) == {"sync", "group", "async"} and min(speed.values()) > 0
+  np.testing.assert_allclose(result["speedup_async_over_sync"], speed["async"] / speed["sync"])
+  np.testing.assert_allclose(
+    result["share_of_simulated"], result["speedup_async_over_sync"] / result["simulated_speedup"]
+  )
+  assert result["staleness_mean"]["sync"] == 0.0
+
+
+def test_tool_is_that_of_the_task():
+  """Same task, same turns and latencies, whichever environment runs it; the span holds the tool's time."""
+  spans: list[dict[int, Span]] = [{}, {}]
+  turns = []
+  for found in spans:
+    env = SlowTool(0, found)
+    env.reset(5)
+    count = 1
+    while not env.step("x").done:
+      count += 1
+    turns.append(count)
+  assert turns[0] == turns[1] > 1
+  rng = np.random.default_rng((5, 0))
+  rng.integers(1, 7)
+  slept = sum(float(async_speedup.TOOL_S.draw(rng, 1)[0]) for _ in range(turns[0] - 1))
+  for found in spans:
+    assert slept <= found[5].tool_s < slept + 0.2
+    assert 0 <= found[5].other_s < 0.2
+
+
+def test_replay_starts_over():
+  episodes = [Episode(tokens=i, turns=1, tool_s=0.0) for i in (1, 2)]
+  replay = Replay(episodes)
+  rng = np.random.default_rng(0)
+  assert [replay.draw(rng).tokens for _ in range(5)] == [1, 2, 1, 2, 1]
