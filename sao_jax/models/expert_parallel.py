@@ -73,8 +73,7 @@ def _on_mesh(
   def local(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels) -> jax.Array:
     if shard:
       gate, up, down = kernels
-      gate, up = (jax.lax.all_gather(kernel, shard, axis=1, tiled=True) for kernel in (gate, up))
-      kernels = make(gate, up, jax.lax.all_gather(down, shard, axis=2, tiled=True))
+      kernels = make(_gather(gate, shard, 1), _gather(up, shard, 1), _gather(down, shard, 2))
     if travel:
       x, weights, experts = (jax.lax.all_gather(a, travel, axis=0, tiled=True) for a in (x, weights, experts))
     if split:
@@ -94,3 +93,10 @@ def _on_mesh(
     check_vma=False,  # Kernels inside cannot declare over which axes their results vary.
   )  # fmt: skip
   return run(x, weights, experts, kernels)
+
+
+def _gather(kernel: jax.Array, shard: Names, axis: int) -> jax.Array:
+  """One mesh axis after the other, the inner one first: TPUs turn gathers over several axes into costlier sums."""
+  for name in reversed(shard):
+    kernel = jax.lax.all_gather(kernel, name, axis=axis, tiled=True)
+  return kernel

@@ -10,10 +10,14 @@ import math
 from typing import TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 ROWS = ("data", "fsdp", "expert")
 """Mesh axes that split rows of a batch; see the table in `sharding/rules.py`."""
+CONTEXT = ("context",)
+"""The axis that splits the tokens of a row."""
+TENSOR = ("tensor",)
+"""The axis that splits heads, widths and the vocabulary."""
 SHARD = ("fsdp", "context")
 """Mesh axes over which an expert's weights lie scattered until they are used."""
 
@@ -26,6 +30,23 @@ def ambient_mesh() -> AbstractMesh | None:
   if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
     return None
   return mesh
+
+
+def hold(x: jax.Array, *dims: Names) -> jax.Array:
+  """Tells the compiler which axes split each dimension of `x`, where they divide it; off a mesh, `x` as it is.
+
+  Activations are held where one layer ends and the next begins, so that it is the weights that are gathered there.
+  """
+  mesh = ambient_mesh()
+  if mesh is None:
+    return x
+  spec = PartitionSpec(*(axes_for(mesh, size, *names) or None for size, names in zip(x.shape, dims, strict=True)))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def hold_tokens(x: jax.Array) -> jax.Array:
+  """`hold` for activations: `[B, T, D]` by rows and tokens, `[S, D]` by rows."""
+  return hold(x, ROWS, CONTEXT, ()) if x.ndim == 3 else hold(x, ROWS, ())
 
 
 def axes_in_use(mesh: AbstractMesh, *names: str) -> Names:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.layers import MLP, Attention, LayerCache, RMSNorm, rope_tables
+from sao_jax.models.mesh import TENSOR, hold, hold_tokens
 from sao_jax.models.moe import MoE
 from sao_jax.types import Cache
 
@@ -73,6 +74,11 @@ class Transformer(nn.Module):
     self.layers = [block(config, i) for i in range(config.num_layers)]
     self.final_norm = RMSNorm(config)
 
+  def _look_up(self, tokens: jax.Array) -> jax.Array:
+    """`[B, T, D]`. On a mesh the table is gathered first: it is smaller than all that is looked up in it."""
+    table = self.embed.embedding.astype(self.config.compute_dtype)
+    return hold_tokens(hold(table, TENSOR, ())[tokens])
+
   def __call__(
     self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
   ) -> jax.Array:
@@ -91,9 +97,9 @@ class Transformer(nn.Module):
     if segment_ids is None:
       segment_ids = jnp.ones_like(tokens)
     rope = rope_tables(self.config, positions)
-    x = self.embed(tokens)
+    x = self._look_up(tokens)
     for layer in self.layers:
-      x = layer(x, rope, segment_ids)
+      x = hold_tokens(layer(x, rope, segment_ids))
     return self.final_norm(x)
 
   def step(self, cache: Cache, tokens: jax.Array, positions: jax.Array, live_len: int) -> tuple[jax.Array, Cache]:

@@ -63,14 +63,31 @@ def hold_sharded(apply: F, mesh: Mesh, rules: Sequence[Rule] = RULES) -> F:
   """
   tokens_sharding = NamedSharding(mesh, PartitionSpec(ROWS, "context"))
 
-  def pinned(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Any:
-    params = jax.lax.with_sharding_constraint(params, shardings_for(params, mesh, rules))
+  def held(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Any:
+    params = jax.tree.map(_pin, params, shardings_for(params, mesh, rules))
     tokens, positions, segment_ids = (
       jax.lax.with_sharding_constraint(x, tokens_sharding) for x in (tokens, positions, segment_ids)
     )
     return apply(params, tokens, positions, segment_ids)
 
-  return pinned  # type: ignore[return-value]
+  return held  # type: ignore[return-value]
+
+
+def _pin(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+  @jax.custom_vjp
+  def pinned(x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+  def forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return pinned(x), None
+
+  def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    # The barrier keeps the sum over devices inside loops over microbatches: the compiler would rather sum once, after
+    # the loop, for which every device would accumulate whole gradients.
+    return (jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(gradient, sharding)),)
+
+  pinned.defvjp(forward, backward)
+  return pinned(x)
 
 
 def place(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
