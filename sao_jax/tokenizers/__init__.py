@@ -1,7 +1,15 @@
-"""Text to token ids and back."""
+"""Text to token ids and back, and the templates in which checkpoints read conversations."""
 
 from __future__ import annotations
 
+from sao_jax.tokenizers.chat_template import ChatTemplate as ChatTemplate
+from sao_jax.tokenizers.hf_tokenizer import HFTokenizer as HFTokenizer
 from sao_jax.tokenizers.math_tokenizer import MathTokenizer as MathTokenizer
+from sao_jax.tokenizers.tool_calls import ParsedAction as ParsedAction
+from sao_jax.tokenizers.tool_calls import ToolCall as ToolCall
+from sao_jax.tokenizers.tool_calls import parse as parse_tool_calls
+from sao_jax.tokenizers.tool_calls import style_of as tool_call_style
 
-__all__ = ["MathTokenizer"]
+__all__ = [
+  "ChatTemplate", "HFTokenizer", "MathTokenizer", "ParsedAction", "ToolCall", "parse_tool_calls", "tool_call_style",
+]  # fmt: skip

@@ -1,0 +1,120 @@
+"""The tokenizer of a Hugging Face checkpoint directory, read with the `tokenizers` package."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from sao_jax.tokenizers import quoting
+
+
+class HFTokenizer:
+  """`tokenizer.json` of a checkpoint, as the engine wants it.
+
+  Nothing is added to what is encoded (no beginning-of-sequence token: a chat template writes its own), and nothing is
+  left out of what is decoded. Control tokens that text spells out are encoded as those tokens, except inside the marks
+  of `quoting`, which `ChatTemplate` puts around foreign text. Thread-safe.
+
+  Args:
+    serialized: the text of a `tokenizer.json`.
+    stop_tokens: tokens that end an action; each must be one token of the vocabulary.
+
+  Raises:
+    ValueError: a stop token that the vocabulary lacks, or none given; or a tokenizer that writes a space before every
+      text (as Llama 2's): observations are encoded piece by piece, and would gain spaces.
+  """
+
+  def __init__(self, serialized: str, *, stop_tokens: Sequence[str]):
+    import tokenizers
+
+    self._backend = tokenizers.Tokenizer.from_str(serialized)
+    # A switch of the whole object, so that one that spells control tokens out is an object of its own.
+    self._plain = tokenizers.Tokenizer.from_str(serialized)
+    self._plain.encode_special_tokens = True
+    for backend in (self._backend, self._plain):
+      backend.no_truncation()
+      backend.no_padding()
+    ids = [self._backend.token_to_id(token) for token in stop_tokens]
+    if not ids or None in ids:
+      unknown = [token for token, i in zip(stop_tokens, ids, strict=True) if i is None]
+      raise ValueError(f"stop_tokens must be one or more tokens of the vocabulary; received {list(stop_tokens)}, "
+                       f"unknown: {unknown}.")  # fmt: skip
+    if self._backend.decode(self.encode("x") + self.encode("x")) != "xx":
+      raise ValueError("the tokenizer must encode a text that goes on like one that begins; it adds a space to each.")
+    self.stop_tokens = tuple(stop_tokens)
+    self.stop_ids: tuple[int, ...] = tuple(i for i in ids if i is not None)
+
+  @classmethod
+  def load(cls, directory: str | pathlib.Path, *, stop_tokens: Sequence[str] | None = None) -> HFTokenizer:
+    """Reads a checkpoint directory.
+
+    Args:
+      directory: holds `tokenizer.json`, and the files that name its stop tokens.
+      stop_tokens: None: those of `generation_config.json` (`eos_token_id`), else of `config.json`, else the
+        `eos_token` of `tokenizer_config.json`.
+
+    Raises:
+      FileNotFoundError: no `tokenizer.json` there.
+      ValueError: no file names a stop token, or one names a token that the vocabulary lacks.
+    """
+    directory = pathlib.Path(directory)
+    serialized = (directory / "tokenizer.json").read_text(encoding="utf-8")
+    if stop_tokens is None:
+      stop_tokens = _stop_tokens(directory, serialized)
+    return cls(serialized, stop_tokens=stop_tokens)
+
+  @property
+  def vocab_size(self) -> int:
+    """One more than the largest id; a model's embedding may have more rows."""
+    return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+
+  @property
+  def control_tokens(self) -> tuple[str, ...]:
+    """What foreign text must not be able to forge: the vocabulary's added tokens, tags such as `<tool_call>` too."""
+    return tuple(token.content for token in self._backend.get_added_tokens_decoder().values())
+
+  def encode(self, text: str) -> list[int]:
+    ids: list[int] = []
+    for piece, quoted in quoting.split(text):
+      ids += self._spelled(piece) if quoted else self._backend.encode(piece, add_special_tokens=False).ids
+    return ids
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of the ids, control tokens included; ids that end inside a UTF-8 character give U+FFFD for it."""
+    return self._backend.decode(list(ids), skip_special_tokens=False)
+
+  def _spelled(self, piece: str) -> list[int]:
+    """Ids that spell a control token. Those not marked 'special' are found in any text: they are cut in two."""
+    ids = self._plain.encode(piece, add_special_tokens=False).ids
+    forbidden = set(self._backend.get_added_tokens_decoder())
+    if len(piece) < 2 or not forbidden.intersection(ids):
+      return ids
+    middle = len(piece) // 2
+    return self._spelled(piece[:middle]) + self._spelled(piece[middle:])
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+  return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _stop_tokens(directory: pathlib.Path, serialized: str) -> list[str]:
+  """The stop tokens that a checkpoint's files name."""
+  import tokenizers
+
+  for name in ("generation_config.json", "config.json"):
+    ids = _read(directory / name).get("eos_token_id")
+    if ids is None:
+      continue
+    backend = tokenizers.Tokenizer.from_str(serialized)
+    tokens = [backend.id_to_token(i) for i in (ids if isinstance(ids, list) else [ids])]
+    known = [token for token in tokens if token is not None]
+    if len(known) < len(tokens):
+      raise ValueError(f"{directory / name}: eos_token_id {ids} must be ids of the vocabulary.")
+    return known
+  token = _read(directory / "tokenizer_config.json").get("eos_token")
+  if token is None:
+    raise ValueError(f"{directory}: no eos_token_id in generation_config.json or config.json, and no eos_token in "
+                     "tokenizer_config.json; give stop_tokens.")  # fmt: skip
+  return [token["content"] if isinstance(token, dict) else token]
