@@ -48,11 +48,14 @@ class WarmStartConfig:
   """Demonstrations per update."""
   optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, warmup_steps=50)
   log_every: int = 20
+  save_every: int = 200
+  """Updates between the checkpoints that a run which is stopped within the stage goes on from."""
 
   def __post_init__(self) -> None:
     _require(self.num_steps >= 0, "warm_start.num_steps", self.num_steps, ">= 0")
     _require(self.batch_size >= 1, "warm_start.batch_size", self.batch_size, ">= 1")
     _require(self.log_every >= 1, "warm_start.log_every", self.log_every, ">= 1")
+    _require(self.save_every >= 1, "warm_start.save_every", self.save_every, ">= 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,9 @@ class RunConfig:
   """Largest allowed learner version at use minus oldest version among a trajectory's action tokens."""
   queue_capacity: int | None = None
   """Trajectories that may wait; None: twice the batch."""
+  max_skipped_in_a_row: int = 8
+  """The run stops, with a checkpoint, when so many learner steps in a row skipped an update because something was not
+  finite; 0: never. Their batches are in `bad_batches/`."""
   eval_episodes: int = 512
   """Held-out episodes before and after RL; pass@1 at the engine's temperature."""
 
@@ -131,7 +137,7 @@ class RunConfig:
     _require(self.algorithm in known, "algorithm", self.algorithm, f"one of {', '.join(known)}")
     _require(self.schedule in get_args(Schedule), "schedule", self.schedule, f"one of {', '.join(get_args(Schedule))}")
     _require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
-    for name in ("num_steps", "lag", "max_staleness", "eval_episodes"):
+    for name in ("num_steps", "lag", "max_staleness", "max_skipped_in_a_row", "eval_episodes"):
       _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
     for name in ("batch_size", "group_size"):
       _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
@@ -174,7 +180,10 @@ class RunConfig:
     _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
 
 
-MAY_DIFFER = frozenset({"num_steps", "eval_episodes", "checkpoint"})
+MAY_DIFFER = frozenset({
+  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "warm_start.log_every", "warm_start.save_every",
+  "engine.max_failed_share",
+})  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
 
 
