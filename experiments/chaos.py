@@ -3,7 +3,8 @@
     python -m experiments.chaos --seed=0 --kills=20
 
 Kills fall at any time since the start of the process (imports, warm start and value pretraining included), during
-checkpoint writes, and during publications of weights. In `sync` and `lagged` a run that was killed must end with the
+checkpoint writes, and during publications of weights; the line before the last counts into which of them they really
+fell. In `sync` and `lagged` a run that was killed must end with the
 same arrays, bit for bit, the same resume state and the same metrics rows as one that was left alone; in `async` no
 trajectory is trained twice, every episode is accounted for, and staleness is what the trajectories say. Exits 0 if all
 of that holds, and says so last.
@@ -61,6 +62,7 @@ def launch(
   workdir: pathlib.Path, schedule: str, num_steps: int, cache: pathlib.Path, *more: str
 ) -> subprocess.Popen[bytes]:
   """Starts a run, or its resumption; what it prints goes to a `.log` beside the workdir."""
+  chaos_run.windows_log(workdir).unlink(missing_ok=True)
   command = [
     sys.executable, "-m", "experiments.chaos_run", f"--workdir={workdir}", f"--schedule={schedule}",
     f"--num_steps={num_steps}", *more,
@@ -166,7 +168,7 @@ def audit_episodes(outcome: Outcome, *, max_staleness: int) -> list[str]:
   trained = [episode for entry in outcome.ledger.values() for episode in entry["episodes"]]
   if twice := [episode for episode, count in collections.Counter(trained).items() if count > 1]:
     faults.append(f"episodes {sorted(twice)} were trained on twice")
-  waiting = {row["episode_id"] for row in outcome.host["waiting"]}
+  waiting = set(outcome.host["waiting"])
   requests, counts = outcome.host["source"]["requests"], outcome.host["source"]["queue"]
   known = set(trained) | waiting | set(requests["again"])
   if overlap := set(trained) & (waiting | set(requests["again"])):
@@ -181,9 +183,15 @@ def audit_episodes(outcome: Outcome, *, max_staleness: int) -> list[str]:
 
 
 def torment(
-  schedule: config_lib.Schedule, places: Sequence[str], num_steps: int, scratch: pathlib.Path, rng: random.Random
+  schedule: config_lib.Schedule,
+  places: Sequence[str],
+  num_steps: int,
+  scratch: pathlib.Path,
+  rng: random.Random,
+  inside: collections.Counter[str],
 ) -> list[str]:
-  """Runs one schedule with a kill per entry of `places`; returns what was found wrong."""
+  """Runs one schedule with a kill per entry of `places`; returns what was found wrong, and counts in `inside` what the
+  kills fell into."""
   cache = scratch / "cache"
   reference_dir = scratch / f"{schedule}-reference"
   seconds = finish(reference_dir, schedule, num_steps, cache)
@@ -191,13 +199,16 @@ def torment(
   faults = [f"reference: {fault}" for fault in _audit(schedule, reference, None, num_steps)]
   waiting = collections.deque(places)
   victim = 0
+  inside.update(dict.fromkeys(chaos_run.WINDOWS, 0))
   while waiting:
     victim += 1
     workdir = scratch / f"{schedule}-{victim}"
     killed = []
     while waiting and kill_once(workdir, schedule, waiting[0], num_steps, seconds, cache, rng):
       killed.append(waiting.popleft())
-      print(f"  {schedule}: killed ({killed[-1]})", flush=True)
+      where = chaos_run.killed_inside(workdir)
+      inside.update(where)
+      print(f"  {schedule}: killed ({killed[-1]}), inside: {', '.join(where) or 'neither'}", flush=True)
     finish(workdir, schedule, num_steps, cache)
     outcome = read_outcome(workdir, schedule, num_steps)
     found = _audit(schedule, outcome, reference, num_steps)
@@ -243,17 +254,18 @@ def main(argv: Sequence[str]) -> None:
   options = flags.FLAGS
   rng = random.Random(options.seed)
   shares = plan(options.kills, options.schedules, rng)
-  faults = []
+  faults: list[str] = []
+  inside: collections.Counter[str] = collections.Counter()
   with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
     for schedule, places in shares.items():
       print(f"{schedule}: {len(places)} kills ({', '.join(places)})", flush=True)
       if places:
-        faults += torment(schedule, places, options.num_steps, pathlib.Path(scratch), rng)
+        faults += torment(schedule, places, options.num_steps, pathlib.Path(scratch), rng, inside)
   if faults:
     print("\n".join(faults))
     sys.exit(f"chaos: {len(faults)} faults after {options.kills} kills (seed {options.seed})")
   counts = collections.Counter(place for places in shares.values() for place in places)
-  print(json.dumps({"kills": options.kills, "by_place": counts, "seed": options.seed}))
+  print(json.dumps({"kills": options.kills, "aimed_at": counts, "fell_into": inside, "seed": options.seed}))
   print(f"chaos: {options.kills} kills over {', '.join(shares)}; every one resumed with nothing lost")
 
 

@@ -1,6 +1,8 @@
 """One run of `experiments.chaos`, in a process of its own: a tiny training job that keeps a ledger and may kill itself.
 
 The ledger, `ledger.jsonl` in the workdir, says which episodes each learner step was given, and how stale they were.
+`windows.log` beside the workdir says which publications and checkpoint writes this process began and ended, so that a
+kill can be told to have fallen into one.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import pathlib
 import random
 import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import app, flags, logging
@@ -29,6 +32,11 @@ from sao_jax.rollout.weights import WeightStore
 from sao_jax.types import Trajectory
 
 LEDGER = "ledger.jsonl"
+WINDOWS: Mapping[str, Sequence[tuple[Any, str]]] = {
+  "publication": ((WeightStore, "publish"), (sources, "_owned_copy")),  # async; sync and lagged
+  "checkpoint": ((Checkpointer, "_write"),),
+}
+"""What a kill may fall into: the functions that do it."""
 BATCH_SIZE = 16
 
 
@@ -70,8 +78,8 @@ def keep_ledger(workdir: pathlib.Path) -> None:
 
   def recorded(next_batch: Callable[..., list[Trajectory]]) -> Callable[..., list[Trajectory]]:
     @functools.wraps(next_batch)
-    def wrapper(source: Any, version: int) -> list[Trajectory]:
-      batch = next_batch(source, version)
+    def wrapper(source: Any, version: int, *more: Any) -> list[Trajectory]:
+      batch = next_batch(source, version, *more)
       episodes = [trajectory.episode_id for trajectory in batch]
       staleness = [version - trajectory.oldest_version for trajectory in batch]
       ledger.append({"step": version + 1, "episodes": episodes, "staleness": staleness})
@@ -83,25 +91,52 @@ def keep_ledger(workdir: pathlib.Path) -> None:
     kind.next_batch = recorded(kind.next_batch)  # type: ignore[method-assign]
 
 
-def die_during(place: str, occurrence: int, rng: random.Random) -> None:
-  """Arranges for SIGKILL while, or a moment after, the n-th publication or checkpoint write of this process runs."""
-  owner, method, window_s = {
-    "publication": (WeightStore, "publish", 0.003),
-    "lagged_publication": (sources, "_owned_copy", 0.003),
-    "checkpoint": (Checkpointer, "_write", 0.15),
-  }[place]
-  original = getattr(owner, method)
-  calls = 0
+def windows_log(workdir: pathlib.Path) -> pathlib.Path:
+  """Where `watch_windows` writes."""
+  return workdir.with_suffix(".windows")
 
-  @functools.wraps(original)
-  def wrapper(*args: Any, **options: Any) -> Any:
-    nonlocal calls
-    calls += 1
-    if calls == occurrence:
-      threading.Timer(rng.uniform(0.0, window_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
-    return original(*args, **options)
 
-  setattr(owner, method, wrapper)
+def watch_windows(workdir: pathlib.Path, place: str | None, occurrence: int, rng: random.Random) -> None:
+  """Logs the begin (+) and end (-) of every publication and checkpoint write; arranges for SIGKILL in one of them.
+
+  Args:
+    workdir: the run's folder.
+    place: a key of `WINDOWS`, or None for no kill.
+    occurrence: in which call of this process; one of the calls before says how long it takes.
+    rng: decides the moment.
+  """
+  log = os.open(windows_log(workdir), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+
+  def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    calls, took = 0, 0.002
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **options: Any) -> Any:
+      nonlocal calls, took
+      calls += 1
+      os.write(log, f"+{name}\n".encode())
+      began = time.monotonic()
+      if name == place and calls == occurrence:
+        threading.Timer(rng.uniform(0.0, took), os.kill, (os.getpid(), signal.SIGKILL)).start()
+      try:
+        return original(*args, **options)
+      finally:
+        took = time.monotonic() - began
+        os.write(log, f"-{name}\n".encode())
+
+    return wrapper
+
+  for name, functions in WINDOWS.items():
+    for owner, method in functions:
+      setattr(owner, method, watched(name, getattr(owner, method)))
+
+
+def killed_inside(workdir: pathlib.Path) -> list[str]:
+  """What the last process of a workdir had begun and not ended when it died."""
+  if not windows_log(workdir).exists():
+    return []
+  lines = windows_log(workdir).read_text().split()
+  return [name for name in WINDOWS if lines.count(f"+{name}") > lines.count(f"-{name}")]
 
 
 def define_flags() -> None:
@@ -120,10 +155,7 @@ def main(argv: Sequence[str]) -> None:
   workdir = pathlib.Path(options.workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   keep_ledger(workdir)
-  if options.place is not None:
-    deterministic = options.schedule != "async" and options.place == "publication"
-    place = "lagged_publication" if deterministic else options.place
-    die_during(place, options.occurrence, random.Random(options.seed))
+  watch_windows(workdir, options.place, options.occurrence, random.Random(options.seed))
   config = make_config(options.schedule, num_steps=options.num_steps)
   loop.train(config, digits.make_domain(**config.env.options), workdir, console=Console())
 

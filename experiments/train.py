@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,12 @@ from experiments import config_flags, plots
 from sao_jax import config as config_lib
 from sao_jax import loop
 from sao_jax.config import RunConfig
+from sao_jax.guards import RunStoppedError
 from sao_jax.io import trajectories as trajectory_io
+from sao_jax.io import workdir as workdir_lib
+from sao_jax.io.checkpoints import CheckpointError
 from sao_jax.io.console import Console
+from sao_jax.rollout import TooManyFailuresError
 from sao_jax.types import Domain
 
 DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
@@ -49,9 +54,13 @@ def main(argv: Sequence[str]) -> None:
   stages = config_lib.STAGES if _STAGE.value == "all" else (_STAGE.value,)
   console = Console()
   console.print(f"workdir {workdir}")
-  summary = loop.train(config, make_domain(config), workdir, run_stages=stages, console=console)
-  if summary is not None:
-    report(workdir, summary, console)
+  try:
+    summary = loop.train(config, make_domain(config), workdir, run_stages=stages, console=console)
+    if summary is not None:
+      with workdir_lib.writing(workdir):
+        report(workdir, summary, console)
+  except (workdir_lib.WorkdirError, CheckpointError, RunStoppedError, TooManyFailuresError) as error:
+    sys.exit(f"train: {error}")  # What these say is all that a user needs: a traceback would bury it.
 
 
 def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console) -> None:

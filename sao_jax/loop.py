@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Sequence
@@ -25,13 +26,15 @@ from sao_jax import config as config_lib
 from sao_jax import evaluation, stages
 from sao_jax.components import Components
 from sao_jax.config import RunConfig, Stage
+from sao_jax.guards import RunStoppedError, UpdateGuard
 from sao_jax.io import trajectories as trajectory_io
+from sao_jax.io import trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console
 from sao_jax.io.metrics import MetricsWriter, read_metrics
 from sao_jax.learner import LearnerState, init_state
-from sao_jax.progress import Interrupts, Progress
+from sao_jax.progress import Interrupted, Interrupts, Progress
 from sao_jax.rollout.sources import BatchSource
 from sao_jax.types import Domain, Params, Trajectory
 
@@ -63,63 +66,76 @@ def train(
   Raises:
     ValueError: the workdir holds a different config, or an earlier stage's result is missing.
     RuntimeError: another run holds the workdir.
+    WorkdirError, CheckpointError: the workdir cannot be written to.
+    RunStoppedError, TooManyFailuresError: the run cannot go on by itself; it is saved up to there.
   """
   workdir = pathlib.Path(workdir)
   console = console or Console()
-  with workdir_lib.WorkdirLock(workdir):
+  with workdir_lib.writing(workdir), workdir_lib.WorkdirLock(workdir), Interrupts() as interrupts:
     workdir_lib.write_or_check_config(workdir, config_lib.to_json(config), may_differ=config_lib.MAY_DIFFER)
-    with Components(config, domain) as parts:
-      policy = stages.warm_start(parts, workdir, console, run="warm_start" in run_stages)
-      critic = stages.value_pretraining(parts, policy, workdir, console, run="value_pretraining" in run_stages)
-      if "rl" not in run_stages:
-        return None
-      return reinforce(parts, policy, critic, workdir, console)
+    try:
+      with Components(config, domain) as parts:
+        where = (workdir, console, interrupts)
+        policy = stages.warm_start(parts, *where, run="warm_start" in run_stages)
+        if set(run_stages) == {"warm_start"}:
+          return None
+        critic = stages.value_pretraining(parts, policy, *where, run="value_pretraining" in run_stages)
+        return reinforce(parts, policy, critic, *where) if "rl" in run_stages else None
+    except Interrupted:
+      console.print("Stopped by a signal; the same command goes on from here.")
+      return None
 
 
 def reinforce(
-  parts: Components, policy: Params, critic: Params | None, workdir: pathlib.Path, console: Console
-) -> dict[str, Any] | None:
-  """Stage 3, SAO: one learner step per batch of finished trajectories, until `num_steps` or a signal.
+  parts: Components, policy: Params, critic: Params | None, workdir: pathlib.Path, console: Console,
+  interrupts: Interrupts,
+) -> dict[str, Any]:  # fmt: skip
+  """Stage 3, SAO: one learner step per batch of finished trajectories, until `num_steps`. Returns the summary.
 
-  Returns:
-    The summary; None after a signal.
+  Raises:
+    Interrupted: a signal came; RunStoppedError, TooManyFailuresError: see `train`. All is saved.
   """
   config = parts.config
-  source = parts.make_source()
-  progress = Progress(parts)
+  source, progress, guard = parts.make_source(), Progress(parts), UpdateGuard(parts, workdir)
   saving = dataclasses.asdict(config.checkpoint)
   saving.pop("every_steps")
   record = config_lib.to_json(config)
   with Checkpointer(workdir, config=record, may_differ=config_lib.MAY_DIFFER, **saving) as checkpointer:
-    start, state = _restore(checkpointer, init_state(config.learner, policy, critic), source, progress, parts)
+    run = Run(parts, source, progress, guard, checkpointer)
+    start, state = run.restore(init_state(config.learner, policy, critic))
     with (
       MetricsWriter(workdir, restored_step=start) as metrics,
       contextlib.closing(trajectory_io.TrajectoryWriter(workdir, restored_step=start)) as samples,
     ):
-      if not metrics.has_evaluation(0):
-        _evaluate(parts, state, 0, metrics, console)
+      evaluate = functools.partial(_evaluate, parts, metrics=metrics, console=console, interrupts=interrupts)
+      evaluate(state, 0)
       # The engine serves one caller at a time: the evaluations stand outside the block in which the source drives it.
       with (
         contextlib.closing(source),
-        Interrupts() as interrupts,
         console.stage(f"{config.algorithm}, {config.schedule}", config.num_steps) as bar,
       ):
         bar.advance(start)
         source.publish(state.policy, start)
         progress.start()
         for step in range(start + 1, config.num_steps + 1):
-          trajectories = source.next_batch(version=step - 1)
-          state, row = _learn(parts, state, step, trajectories, source, progress)
+          try:
+            with interrupts.at_once(source.runs_on_caller):
+              trajectories = source.next_batch(step - 1, interrupts.check)
+          except BaseException:  # a signal, too many failed episodes, an engine that broke
+            run.save(step - 1, state)
+            raise
+          state, row = _learn(parts, state, step, trajectories, source, progress, guard)
           metrics.write(step, row)
           bar.advance(note=progress.note(row))
-          if step % config.checkpoint.every_steps == 0 or step == config.num_steps or interrupts.requested:
+          if step % config.checkpoint.every_steps == 0 or step == config.num_steps:
             samples.write(step, trajectories[:SAMPLES_PER_CHECKPOINT])
-            _save(checkpointer, step, state, source, progress, parts, metric=row["success_rate"])
-          if interrupts.requested:
-            console.print(f"Stopped by a signal after step {step}; the same command goes on from here.")
-            return None
-      if not metrics.has_evaluation(config.num_steps):
-        _evaluate(parts, state, config.num_steps, metrics, console)
+            run.save(step, state, metric=row["success_rate"])
+          try:
+            guard.check()
+          except RunStoppedError:
+            run.save(step, state)
+            raise
+      evaluate(state, config.num_steps)
   return _summarise(parts, workdir, progress, source)
 
 
@@ -130,50 +146,62 @@ def _learn(
   trajectories: list[Trajectory],
   source: BatchSource,
   progress: Progress,
+  guard: UpdateGuard,
 ) -> tuple[LearnerState, dict[str, float | int]]:
   """One learner step, from trajectories to published weights. Returns the new state and the metrics row."""
   progress.learner_begins()
   batch, packed = parts.pack(trajectories)  # packed rows
   state, report = parts.update(state, batch, np.int32(packed.num_microbatches))  # critic x K, values, GAE, policy
   source.publish(state.policy, step)  # taken up in flight
-  return state, progress.row(step, trajectories, jax.device_get(report), source)
+  report = jax.device_get(report)
+  seen = guard.look(step, state, trajectories, report)  # skipped updates, a critic that diverges
+  return state, progress.row(step, trajectories, {**report, **seen}, source)
 
 
-def _restore(
-  checkpointer: Checkpointer, state: LearnerState, source: BatchSource, progress: Progress, parts: Components
-) -> tuple[int, LearnerState]:
-  """Goes on from the newest checkpoint: `(its step, its state)`; `(0, state)` where there is none."""
-  restored = checkpointer.restore(_checkpoint_tree(state, [state.policy] * parts.config.lag))
-  if restored is None:
-    return 0, state
-  host = restored.host
-  waiting = [trajectory_io.from_json(row) for row in host["waiting"]]
-  source.restore(host["source"], waiting, restored.state["old_weights"])
-  progress.restore(host["progress"])
-  if parts.baselines is not None:
-    parts.baselines.restore(host["baselines"])
-  return restored.step, restored.state["learner"]
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What has a state that a resume needs, beside the learner's, and where it is saved."""
 
+  parts: Components
+  source: BatchSource
+  progress: Progress
+  guard: UpdateGuard
+  checkpointer: Checkpointer
 
-def _save(
-  checkpointer: Checkpointer,
-  step: int,
-  state: LearnerState,
-  source: BatchSource,
-  progress: Progress,
-  parts: Components,
-  *,
-  metric: float,
-) -> None:
-  """Starts to save all that a resume needs; the arrays are copied before this returns."""
-  source_state, waiting = source.state()
-  host = {
-    "source": source_state,
-    "waiting": [trajectory_io.to_json(trajectory) for trajectory in waiting],
-    "progress": progress.state(),
-    "baselines": None if parts.baselines is None else parts.baselines.state(),
-  }
-  checkpointer.save(step, _checkpoint_tree(state, source.old_weights()), host, metric=metric)
+  def restore(self, state: LearnerState) -> tuple[int, LearnerState]:
+    """Goes on from the newest checkpoint: `(its step, its state)`; `(0, state)` where there is none."""
+    restored = self.checkpointer.restore(_checkpoint_tree(state, [state.policy] * self.parts.config.lag))
+    if restored is None:
+      return 0, state
+    host, waiting = restored.host, trajectory_arrays.from_arrays(restored.host_arrays)
+    self.source.restore(host["source"], waiting, restored.state["old_weights"])
+    self.progress.restore(host["progress"])
+    self.guard.restore(host["guard"])
+    if self.parts.baselines is not None:
+      self.parts.baselines.restore(host["baselines"])
+    return restored.step, restored.state["learner"]
+
+  def save(self, step: int, state: LearnerState, *, metric: float | None = None) -> None:
+    """Starts to save all that a resume needs; the arrays are copied before this returns. Nothing to do if it is there.
+
+    Args:
+      step: learner steps done.
+      state: after them.
+      metric: decides which checkpoints are best; None: of no account.
+    """
+    self.checkpointer.wait()
+    if step in self.checkpointer.steps():
+      return
+    source_state, waiting = self.source.state()
+    host = {
+      "source": source_state,
+      "waiting": [trajectory.episode_id for trajectory in waiting],
+      "progress": self.progress.state(),
+      "guard": self.guard.state(),
+      "baselines": None if self.parts.baselines is None else self.parts.baselines.state(),
+    }
+    tree = _checkpoint_tree(state, self.source.old_weights())
+    self.checkpointer.save(step, tree, host, host_arrays=trajectory_arrays.to_arrays(waiting), metric=metric)
 
 
 def _checkpoint_tree(state: LearnerState, old_weights: list[Params]) -> dict[str, Any]:
@@ -187,13 +215,15 @@ def checkpoint_template(parts: Components) -> dict[str, Any]:
   return _checkpoint_tree(state, [policy] * parts.config.lag)
 
 
-def _evaluate(parts: Components, state: LearnerState, step: int, metrics: MetricsWriter, console: Console) -> None:
-  """Success on held-out tasks, as a row of the metrics."""
+def _evaluate(
+  parts: Components, state: LearnerState, step: int, *, metrics: MetricsWriter, console: Console, interrupts: Interrupts
+) -> None:
+  """Success on held-out tasks, as a row of the metrics, unless it is there already."""
   n = parts.config.eval_episodes
-  if not n:
+  if not n or metrics.has_evaluation(step):
     return
   began = time.monotonic()
-  with console.stage(f"evaluation after {step} steps", 1) as bar:
+  with console.stage(f"evaluation after {step} steps", 1) as bar, interrupts.at_once():
     result = evaluation.evaluate(parts.engine, parts.domain, state.policy, num_episodes=n, version=step)
     bar.advance(note=f"success {result.success_rate:.3f}")
   metrics.write_evaluation(
@@ -219,6 +249,7 @@ def _summarise(parts: Components, workdir: pathlib.Path, progress: Progress, sou
     "num_steps": parts.config.num_steps,
     "dropped_stale": source.counters()["dropped_stale"],
     "failed_episodes": progress.failed_episodes,
+    "failed_by_kind": progress.failed_by_kind,
     "device": jax.devices()[0].device_kind,
   }
   workdir_lib.write_summary(workdir, summary)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -92,25 +95,59 @@ class Progress:
   def state(self) -> dict[str, float | int]:
     return {"seconds": self.seconds, "failed_episodes": self.failed_episodes}
 
+  @property
+  def failed_by_kind(self) -> dict[str, int]:
+    """Failures of this process by kind, evaluations included."""
+    return dict(self._engine.counters["failed_by_kind"])
+
   def restore(self, state: Mapping[str, Any]) -> None:
     self._seconds_before = float(state["seconds"])
     self._failed_before = int(state["failed_episodes"])
 
 
-class Interrupts:
-  """SIGINT and SIGTERM ask the loop to save and end after the step under way; a second SIGINT ends at once.
+class Interrupted(BaseException):
+  """A signal asked the run to save and end. Not an `Exception`: a user's code that catches those must not stop it."""
 
+
+class Interrupts:
+  """SIGINT and SIGTERM ask for an end: `check` raises `Interrupted`, and inside `at_once` the signal itself does.
+
+  After the first signal SIGINT has its default action again: a second one ends the process at once, whatever it does.
   Outside the main thread signals cannot be handled: nothing is changed there, and `requested` stays False.
   """
 
   def __init__(self) -> None:
     self.requested = False
+    self._raise = False
     self._previous: dict[signal.Signals, Any] = {}
 
+  def check(self) -> None:
+    """Raises `Interrupted` if a signal has come."""
+    if self.requested:
+      raise Interrupted
+
+  @contextlib.contextmanager
+  def at_once(self, enabled: bool = True) -> Iterator[None]:
+    """Inside, a signal raises `Interrupted` wherever the main thread stands: in a tool that takes minutes, say.
+
+    Only around what may end at any point, leaving nothing behind that is used later.
+    """
+    try:
+      self._raise = enabled
+      self.check()
+      yield
+    finally:
+      self._raise = False
+
   def _handle(self, number: int, frame: FrameType | None) -> None:
-    if self.requested and number == signal.SIGINT:
-      raise KeyboardInterrupt
-    self.requested = True
+    if not self.requested:
+      self.requested = True
+      signal.signal(signal.SIGINT, signal.SIG_DFL)
+      # Not `print`: the signal may have come in the middle of one.
+      os.write(sys.__stderr__.fileno(), b"Saving; then the run ends. Ctrl-C ends it at once.\n")
+    if self._raise:
+      self._raise = False
+      raise Interrupted
 
   def __enter__(self) -> Interrupts:
     if threading.current_thread() is threading.main_thread():

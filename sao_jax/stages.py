@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import pathlib
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,20 +27,25 @@ from sao_jax.learner import (
   pack_batch,
   parameter_report,
 )
+from sao_jax.progress import Interrupts
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.types import Params, Trajectory
 
+_PARTIAL = "warm_start/partial"
 PRETRAINING_SEED = 2**31 + 1
 """Sampling noise of the trajectories that the value model is pretrained on."""
 
 
-def warm_start(parts: Components, workdir: pathlib.Path, console: Console, *, run: bool = True) -> Params:
+def warm_start(
+  parts: Components, workdir: pathlib.Path, console: Console, interrupts: Interrupts, *, run: bool = True
+) -> Params:
   """Stage 1: the policy imitates demonstrations (cross-entropy on action tokens). Returns its parameters.
 
   Args:
     parts: the run's parts.
     workdir: where the result is kept.
     console: where to report.
+    interrupts: a signal saves what there is and raises `Interrupted`.
     run: False raises ValueError if there is no result yet.
   """
   policy = parts.init_policy()
@@ -47,45 +53,63 @@ def warm_start(parts: Components, workdir: pathlib.Path, console: Console, *, ru
     if (restored := checkpointer.restore(policy)) is not None:
       return restored.state
     _require_run(run, "warm_start", workdir)
-    began = time.monotonic()
     settings = parts.config.warm_start
     console.print(parameter_report(policy, title="policy"))
+    seconds = 0.0
     if settings.num_steps:
-      policy = _imitate(parts, policy, console)
-    checkpointer.save(settings.num_steps, policy, {"seconds": time.monotonic() - began})
+      policy, seconds = _imitate(parts, policy, workdir, console, interrupts)
+    checkpointer.save(settings.num_steps, policy, {"seconds": seconds})
+  shutil.rmtree(_partial(workdir), ignore_errors=True)  # of a run that was stopped within the stage
   return policy
 
 
-def _imitate(parts: Components, policy: Params, console: Console) -> Params:
+def _imitate(
+  parts: Components, policy: Params, workdir: pathlib.Path, console: Console, interrupts: Interrupts
+) -> tuple[Params, float]:
+  """The supervised updates, going on from what an earlier run saved of them. Returns the policy, and the seconds."""
   settings, learner = parts.config.warm_start, parts.config.learner
   step = make_sft_step(settings.optimizer, parts.policy_apply, logprob_chunk_size=learner.logprob_chunk_size)
   state = init_sft_state(settings.optimizer, policy)
-  batches = _demonstrations(parts)
+  rng = np.random.default_rng((parts.config.seed, 1))
+  start, began = 0, time.monotonic()
   with (
+    _stage_checkpointer(parts, workdir, _PARTIAL) as checkpointer,
     console.stage("warm start", settings.num_steps) as bar,
     concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="demonstrations") as ahead,
   ):
+    if (restored := checkpointer.restore(state)) is not None:
+      start, state = restored.step, restored.state
+      rng.bit_generator.state = restored.host["rng"]
+      began -= restored.host["seconds"]
+      bar.advance(start)
+    batches = _demonstrations(parts, rng)
     coming = ahead.submit(next, batches)
-    for i in range(settings.num_steps):
-      batch, packed = pack_batch(learner, coming.result())
+    for i in range(start + 1, settings.num_steps + 1):
+      batch, packed = pack_batch(learner, coming.result()[0])
       coming = ahead.submit(next, batches)
       state, report = step(state, batch, np.int32(packed.num_microbatches))
       # The loss is fetched now and then only: fetching waits for the device.
-      note = f"loss {float(report['loss']):.3f}" if (i + 1) % settings.log_every == 0 else None
+      note = f"loss {float(report['loss']):.3f}" if i % settings.log_every == 0 else None
       bar.advance(note=note)
-  return state.params
+      if i < settings.num_steps and (interrupts.requested or i % settings.save_every == 0):
+        checkpointer.save(i, state, {"rng": coming.result()[1], "seconds": time.monotonic() - began})
+        interrupts.check()
+  if skipped := int(state.skipped):
+    console.print(f"{skipped} of {settings.num_steps} updates of the warm start were skipped: not finite, or no token")
+  return state.params, time.monotonic() - began
 
 
-def _demonstrations(parts: Components) -> Iterator[list[Trajectory]]:
-  """Batches of demonstrations without end, of tasks in random order."""
+def _demonstrations(parts: Components, rng: np.random.Generator) -> Iterator[tuple[list[Trajectory], dict[str, Any]]]:
+  """Batches of demonstrations without end, of tasks in random order, each with the generator's state before it."""
   domain, settings = parts.domain, parts.config.warm_start
   if domain.demonstrate is None:
     steps = settings.num_steps
     raise ValueError(f"warm_start.num_steps must be 0 for a domain without demonstrations; received {steps}.")
-  rng = np.random.default_rng((parts.config.seed, 1))
+  demonstrate = domain.demonstrate
   while True:
+    before = dict(rng.bit_generator.state)
     tasks = rng.integers(domain.num_train_tasks, size=settings.batch_size)
-    yield [encode_demonstration(parts, domain.demonstrate(int(task), rng), index=i) for i, task in enumerate(tasks)]
+    yield [encode_demonstration(parts, demonstrate(int(t), rng), index=i) for i, t in enumerate(tasks)], before
 
 
 def encode_demonstration(parts: Components, pieces: Sequence[tuple[str, bool]], *, index: int = 0) -> Trajectory:
@@ -96,10 +120,16 @@ def encode_demonstration(parts: Components, pieces: Sequence[tuple[str, bool]], 
 
 
 def value_pretraining(
-  parts: Components, policy: Params, workdir: pathlib.Path, console: Console, *, run: bool = True
+  parts: Components,
+  policy: Params,
+  workdir: pathlib.Path,
+  console: Console,
+  interrupts: Interrupts,
+  *,
+  run: bool = True,
 ) -> Params | None:
   """Stage 2: the value model is fitted to trajectories of the initial policy (METHOD 3.2; a cold critic is a
-  bottleneck).
+  bottleneck). After a signal, which raises `Interrupted`, the stage starts anew.
 
   Returns:
     The value model's parameters; None for algorithms without one.
@@ -115,7 +145,9 @@ def value_pretraining(
     settings = parts.config.critic
     console.print(parameter_report(critic, parts.config.learner.frozen_critic, title="critic"))
     if settings.pretraining_trajectories:
-      critic = _fit_values(parts, policy, critic, _initial_trajectories(parts, policy, console), console)
+      with interrupts.at_once():
+        trajectories = _initial_trajectories(parts, policy, console)
+      critic = _fit_values(parts, policy, critic, trajectories, console, interrupts)
     checkpointer.save(settings.pretraining_trajectories, critic, {"seconds": time.monotonic() - began})
   return critic
 
@@ -133,7 +165,12 @@ def _initial_trajectories(parts: Components, policy: Params, console: Console) -
 
 
 def _fit_values(
-  parts: Components, policy: Params, critic: Params, trajectories: list[Trajectory], console: Console
+  parts: Components,
+  policy: Params,
+  critic: Params,
+  trajectories: list[Trajectory],
+  console: Console,
+  interrupts: Interrupts,
 ) -> Params:
   config = parts.config
   learner = config_lib.pretraining_learner(config)
@@ -150,6 +187,7 @@ def _fit_values(
         batch, packed = pack_batch(learner, [trajectories[j] for j in order[i * size : (i + 1) * size]])
         state, report = step(state, batch, np.int32(packed.num_microbatches))
         bar.advance(note=f"explained variance {float(report['explained_variance_before']):.2f}")
+        interrupts.check()
   return state.critic
 
 
@@ -171,6 +209,10 @@ def _stage_checkpointer(
     workdir / "stages" / stage, config=config, keep=1, keep_best=0, may_differ=config_lib.MAY_DIFFER,
     read_only=read_only
   )
+
+
+def _partial(workdir: pathlib.Path) -> pathlib.Path:
+  return workdir / "stages" / _PARTIAL
 
 
 def _require_run(run: bool, stage: str, workdir: pathlib.Path) -> None:

@@ -60,9 +60,9 @@ def tiny_config(**changes: Any) -> RunConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-  """Every run here compiles the same programs: the second one finds them in a cache on disk."""
+  """Every run compiles the same programs: the second one finds them in a cache on disk, in other modules too."""
   settings = {
-    "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+    "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
     "jax_persistent_cache_min_compile_time_secs": 0.2,
   }
   before = {name: getattr(jax.config, name) for name in settings}

@@ -19,9 +19,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sao_jax import types, version
+from sao_jax.io import trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 
+_FORMAT = 1
+"""Of the folder's layout and of what a run writes into it; raised when older ones can no longer be read."""
 _LISTING = "files.json"
+_HOST_ARRAYS = "host.safetensors"
 _PARTIAL = ".partial"
 _DELETED = ".deleted"
 _DAMAGED = ".damaged"
@@ -30,7 +34,8 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class CheckpointError(Exception):
-  """A checkpoint cannot be used: of another config, library version or model, or all of them are damaged."""
+  """A checkpoint cannot be used (of another config, library version or model, or all of them are damaged), or it could
+  not be written."""
 
 
 class Restored(NamedTuple):
@@ -41,6 +46,8 @@ class Restored(NamedTuple):
   """The template's structure, with the saved arrays placed as the template's are."""
   host: dict[str, Any]
   """The JSON host state as it was given to `save`."""
+  host_arrays: dict[str, np.ndarray]
+  """The host arrays as they were given to `save`."""
 
 
 class Checkpointer:
@@ -117,7 +124,13 @@ class Checkpointer:
     return {name: np.asarray(_unnest(tree, name)) for name in leaves}
 
   def save(
-    self, step: int, state: types.Params, host: Mapping[str, Any], *, metric: float | None = None
+    self,
+    step: int,
+    state: types.Params,
+    host: Mapping[str, Any],
+    *,
+    host_arrays: Mapping[str, np.ndarray] | None = None,
+    metric: float | None = None,
   ) -> None:
     """Starts to save; returns when the arrays are copied. Waits first for a save that is still under way.
 
@@ -125,11 +138,13 @@ class Checkpointer:
       step: the learner step; not saved before.
       state: a pytree of jax or NumPy arrays (policy, critic, optimizer states, ...), typed PRNG keys included.
       host: what else it takes to resume (counters, cursors, generator states): JSON values only.
+      host_arrays: arrays whose shapes change from save to save, so that no template can have them; not written to
+        any more by the caller.
       metric: the higher the better, for `keep_best`; None never counts as best.
 
     Raises:
       ValueError: a leaf that is no array, a host state that is no JSON, a step that is already there.
-      Exception: whatever the previous save failed with (a full disk, say).
+      CheckpointError: the previous save failed (a full disk, say).
     """
     if self._read_only:
       raise ValueError("This Checkpointer was opened with read_only=True; it cannot save.")
@@ -138,18 +153,28 @@ class Checkpointer:
       raise ValueError(f"Checkpoint {self.path(step)} is already there.")
     arrays = {name: _owned_copy(name, leaf) for name, leaf in _named_leaves(state).items()}
     body = {
+      "format": _FORMAT,
       "library_version": version.__version__,
+      "jax_version": jax.__version__,
       "config": self._config,
       "leaves": {name: _describe(leaf) for name, leaf in arrays.items()},
       "host": json.loads(json.dumps(dict(host))),
     }
-    self._pending = self._thread.submit(self._write, step, arrays, body, None if metric is None else float(metric))
+    metric = None if metric is None else float(metric)
+    self._pending = self._thread.submit(self._write, step, arrays, body, dict(host_arrays or {}), metric)
 
   def wait(self) -> None:
-    """Blocks until the save under way is complete; raises what it failed with."""
+    """Blocks until the save under way is complete; raises what it failed with, as a `CheckpointError`."""
     pending, self._pending = self._pending, None
-    if pending is not None:
+    if pending is None:
+      return
+    try:
       pending.result()
+    except Exception as error:
+      self._remove_leftovers(warn=False)  # what of it was written takes the room that other files may need
+      raise CheckpointError(
+        f"A checkpoint could not be written to {self._folder}: {error}. Those of steps {self.steps()} are whole."
+      ) from error
 
   def restore(self, template: types.Params) -> Restored | None:
     """Restores the newest intact checkpoint.
@@ -180,7 +205,8 @@ class Checkpointer:
           self._remove(newer, _DAMAGED)
       body = self._read_body(step)
       self._check_schema(step, body, template)
-      return Restored(step, self._read_state(step, template), body["host"])
+      host_arrays = trajectory_arrays.load(self.path(step) / _HOST_ARRAYS)
+      return Restored(step, self._read_state(step, template), body["host"], host_arrays)
     if steps:
       raise CheckpointError(f"All checkpoints in {self._folder} are damaged (steps {steps}); see the warnings above.")
     return None
@@ -201,11 +227,19 @@ class Checkpointer:
   ) -> None:
     self.close()
 
-  def _write(self, step: int, arrays: dict[str, Any], body: dict[str, Any], metric: float | None) -> None:
+  def _write(
+    self,
+    step: int,
+    arrays: dict[str, Any],
+    body: dict[str, Any],
+    host_arrays: dict[str, np.ndarray],
+    metric: float | None,
+  ) -> None:
     """Lets Orbax write into `<step>.partial`, adds the checksums of all files, and commits by renaming the folder."""
     partial = self.path(step).with_name(f"{step}{_PARTIAL}")
     items = ocp.args.Composite(state=ocp.args.PyTreeSave(_nest(arrays)), host=ocp.args.JsonSave(body))
     self._orbax.save(partial, args=items, force=True)
+    trajectory_arrays.save(partial / _HOST_ARRAYS, host_arrays)
     files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     checksums = {path.relative_to(partial).as_posix(): _checksum(path) for path in files}
     listing = {"metric": metric, "files": checksums}
@@ -252,9 +286,9 @@ class Checkpointer:
     if suffix == _DELETED:
       shutil.rmtree(aside)
 
-  def _remove_leftovers(self) -> None:
+  def _remove_leftovers(self, *, warn: bool = True) -> None:
     for path in self._folder.iterdir():
-      if _PARTIAL in path.name:
+      if warn and _PARTIAL in path.name:
         logging.warning("Checkpoint %s was being written when its run ended; it is removed.", path)
       if _PARTIAL in path.name or path.name.endswith(_DELETED):
         shutil.rmtree(path)
@@ -266,7 +300,9 @@ class Checkpointer:
 
   def _check_schema(self, step: int, body: Mapping[str, Any], template: types.Params) -> None:
     lines = []
-    if body["library_version"] != version.__version__:
+    if body.get("format") != _FORMAT:
+      lines.append(f"format: recorded {body.get('format', 'nothing')}, now {_FORMAT}")
+    if _series(body["library_version"]) != _series(version.__version__):
       lines.append(f"library_version: recorded {body['library_version']}, now {version.__version__}")
     for line in workdir_lib.config_differences(body["config"], self._config, may_differ=self._may_differ):
       lines.append(f"config.{line}")
@@ -278,6 +314,10 @@ class Checkpointer:
     if lines:
       listing = "\n  ".join(lines)
       raise CheckpointError(f"Checkpoint {self.path(step)} does not fit this run; it differs in:\n  {listing}")
+    for name, now in (("library_version", version.__version__), ("jax_version", jax.__version__)):
+      if body[name] != now:
+        message = "Checkpoint %s: %s is %s now and was %s; results may differ in their last bits from here on."
+        logging.warning(message, self.path(step), name, now, body[name])
 
   def _read_state(self, step: int, template: types.Params) -> types.Params:
     leaves = _named_leaves(template)
@@ -289,6 +329,16 @@ class Checkpointer:
     args = ocp.args.PyTreeRestore(item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested))
     tree: dict[str, Any] = self._orbax.restore(self.path(step), args=ocp.args.Composite(state=args))["state"]
     return tree
+
+
+def _series(release: str) -> tuple[str, ...]:
+  """What of a version says whether checkpoints are understood: releases that only mend leave it alone.
+
+  >>> _series("0.3.1"), _series("1.4.2")
+  (('0', '3'), ('1',))
+  """
+  parts = release.split(".")
+  return tuple(parts[:2]) if parts[0] == "0" else (parts[0],)
 
 
 def _named_leaves(tree: types.Params) -> dict[str, Any]:

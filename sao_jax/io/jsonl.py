@@ -15,14 +15,16 @@ class JsonlFile:
   """Appends rows to a file; each row is one `write` of one whole line, so that a kill never mixes two."""
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
+    self._path = path
     self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
 
   def append(self, row: Mapping[str, Any]) -> None:
     """Writes one row; NaN and infinities are refused (strict JSON has none)."""
     line = json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n"
     rest = memoryview(line.encode("utf-8"))
-    while rest:  # one write, unless a signal or a full disk cuts it short; the latter then raises
-      rest = rest[self._file.write(rest) :]
+    with workdir_lib.named_errors(self._path):
+      while rest:  # one write, unless a signal or a full disk cuts it short; the latter then raises
+        rest = rest[self._file.write(rest) :]
 
   def close(self) -> None:
     self._file.close()
@@ -47,7 +49,7 @@ def read_rows(path: str | os.PathLike[str], *, max_line_bytes: int = 1 << 26) ->
       if not line.endswith(b"\n"):
         return
       try:
-        row = json.loads(line, parse_constant=_refuse_constant)
+        row = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_no_key_twice)
       except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}:{number}: not a line of JSON: {error}.") from error
       if not isinstance(row, dict):
@@ -72,6 +74,14 @@ def cut_after_step(path: str | os.PathLike[str], step: int) -> list[dict[str, An
   text = "".join(json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n" for row in kept)
   workdir_lib.atomic_write(path, text.encode("utf-8"))
   return kept
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  row = dict(pairs)
+  if len(row) < len(pairs):
+    names = [name for name, _ in pairs]
+    raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+  return row
 
 
 def _refuse_constant(name: str) -> None:

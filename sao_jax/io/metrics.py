@@ -6,11 +6,13 @@ import logging
 import math
 import os
 import pathlib
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
 
 from sao_jax.io import jsonl
 
@@ -48,7 +50,11 @@ class MetricsWriter:
       logging.warning("%s: expected rows of steps 1 to %d, found %d rows.", path, restored_step, len(steps))
     self._last_step = restored_step
     self._file = jsonl.JsonlFile(path)
-    self._board = tensorboardX.SummaryWriter(str(workdir), purge_step=restored_step + 1, flush_secs=10)
+    # Not `tensorboardX.SummaryWriter`: on a full disk the thread that it writes with dies, and the next event waits for
+    # ever. Here the error comes out of the call.
+    self._board = EventsWriter(str(pathlib.Path(workdir) / "events"), f".{os.getpid()}")
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._board.write_event(event_pb2.Event(wall_time=time.time(), step=restored_step + 1, session_log=start))
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Writes the row of learner step `step` (1, 2, ...).
@@ -91,9 +97,14 @@ class MetricsWriter:
   def _emit(self, step: int, values: Mapping[str, Any]) -> None:
     row = {"step": step} | {key: _scalar(key, value) for key, value in values.items() if key != "step"}
     self._file.append({key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()})
-    for key, value in row.items():
-      if key != "step" and math.isfinite(value):
-        self._board.add_scalar(key, value, step)
+    values = [
+      summary_pb2.Summary.Value(tag=key, simple_value=value)
+      for key, value in row.items()
+      if key != "step" and math.isfinite(value)
+    ]
+    summary = summary_pb2.Summary(value=values)
+    self._board.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+    self._board.flush()
 
   def close(self) -> None:
     self._file.close()

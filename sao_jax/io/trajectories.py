@@ -79,6 +79,7 @@ def from_json(row: Mapping[str, Any]) -> types.Trajectory:
     raise ValueError("key 'behavior_logp' must be null where 'action_mask' is 0")
   if (trajectory.versions[others] != -1).any():
     raise ValueError("key 'versions' must be -1 where 'action_mask' is 0")
+  _integer("num_turns", trajectory.num_turns, 1, trajectory.num_actions)
   return trajectory
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +17,43 @@ SUMMARY_KEYS = (
   "success_before", "success_after", "n", "seconds_total", "seconds_by_stage", "num_steps", "dropped_stale",
   "failed_episodes", "device",
 )  # fmt: skip
+
+
+_DISK_ERRORS = frozenset(
+  {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+)
+
+
+class WorkdirError(Exception):
+  """A run's folder cannot be written to, and the run stops."""
+
+
+@contextlib.contextmanager
+def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
+  """Turns what a full or read-only disk raises under `workdir` into a `WorkdirError` that says what to do."""
+  try:
+    yield
+  except OSError as error:
+    path = error.filename
+    folder = pathlib.Path(workdir).absolute()
+    inside = isinstance(path, str | os.PathLike) and pathlib.Path(path).absolute().is_relative_to(folder)
+    if error.errno not in _DISK_ERRORS or not inside:
+      raise
+    raise WorkdirError(
+      f"Cannot write to workdir {workdir}: {error}. What was saved before is whole: make room, or make it writable, "
+      "and the same command goes on from the last checkpoint."
+    ) from error
+
+
+@contextlib.contextmanager
+def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Gives an `OSError` the name of the file that was being written, which a write to an open file lacks."""
+  try:
+    yield
+  except OSError as error:
+    if error.filename is None:
+      error.filename = os.fspath(path)
+    raise
 
 
 class WorkdirLock:
@@ -64,7 +103,7 @@ def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
   path = pathlib.Path(path)
   descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
   try:
-    with os.fdopen(descriptor, "wb") as file:
+    with named_errors(path), os.fdopen(descriptor, "wb") as file:
       file.write(content)
       file.flush()
       os.fsync(file.fileno())

@@ -5,6 +5,7 @@ from sao_jax.learner.algorithms import ALGORITHMS, learner_config
 from sao_jax.learner.baselines import Baselines, make_baselines
 from sao_jax.learner.batching import PackStats, pack, pack_batch
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
+from sao_jax.learner.diagnosis import make_diagnosis
 from sao_jax.learner.partition import merge, parameter_counts, parameter_report, split
 from sao_jax.learner.state import Counters, LearnerState, init_state
 from sao_jax.learner.supervised import SftState, demonstration_trajectory, init_sft_state, make_sft_step
@@ -25,6 +26,7 @@ __all__ = [
   "learner_config",
   "make_baselines",
   "make_critic_step",
+  "make_diagnosis",
   "make_sft_step",
   "make_update_step",
   "merge",

@@ -23,7 +23,7 @@ class Applied(NamedTuple):
   grad_norm: jax.Array
   """Global norm before clipping; float32."""
   nonfinite: jax.Array
-  """bool: loss or gradient were not finite, and the update was skipped."""
+  """bool: loss, gradient or something that they are made of was not finite, and the update was skipped."""
   empty: jax.Array
   """bool: no token contributed, and the update was skipped."""
 
@@ -60,12 +60,13 @@ def guarded_update(
   *,
   loss: jax.Array,
   kept: jax.Array,
+  finite: jax.Array | bool = True,
   allowed: jax.Array | bool = True,
 ) -> Applied:
   """One optimizer update, or none: parameters, moments and counts then stay bit for bit what they were.
 
-  It is skipped if the loss or the gradient is not finite, if no token was kept (weight decay and momentum would move
-  the parameters all the same), or if it is not `allowed`.
+  It is skipped if the loss, the gradient or what they are made of is not finite, if no token was kept (weight decay and
+  momentum would move the parameters all the same), or if it is not `allowed`.
 
   Args:
     optimizer: from `make_optimizer`.
@@ -73,11 +74,14 @@ def guarded_update(
     opt_state: the optimizer's state.
     params: what to update.
     loss: float32 scalar.
-    kept: number of tokens that contributed to the loss, scalar.
+    kept: number of tokens that contributed to the loss, scalar. Tokens that the loss masks (DIS) did not: a batch of
+      them alone has a gradient of zero, and moves nothing.
+    finite: bool scalar; False says that log-probs, values, advantages or targets are not finite, which a loss that
+      masks tokens need not show.
     allowed: bool scalar; False also skips, and counts as neither kind of fault.
   """
   norm = optax.tree.norm(gradients)
-  nonfinite = ~(jnp.isfinite(norm) & jnp.isfinite(loss))
+  nonfinite = ~(jnp.isfinite(norm) & jnp.isfinite(loss) & finite)
   empty = ~nonfinite & (kept == 0)
   apply = ~nonfinite & ~empty & allowed
   updates, new_opt_state = optimizer.update(gradients, opt_state, params)

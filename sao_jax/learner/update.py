@@ -20,7 +20,10 @@ Metrics: TypeAlias = dict[str, jax.Array]
 Step: TypeAlias = Callable[[LearnerState, TokenBatch, Any], tuple[LearnerState, Metrics]]
 """`(state (donated), batch [M, B, T], num_microbatches int32) -> (state, metrics)`."""
 
-CRITIC_KEYS = ("value_loss", "value_loss_last", "critic_grad_norm", "explained_variance", "explained_variance_before")
+CRITIC_KEYS = (
+  "value_loss", "value_loss_last", "critic_grad_norm", "explained_variance", "explained_variance_before",
+  "returns_square_mean",
+)  # fmt: skip
 
 
 class PolicyOutputs(NamedTuple):
@@ -146,7 +149,8 @@ def update_critic(
     grads, loss, v_after = microbatches.accumulate_gradients(
       loss_fn, trained, (batch, mask, fixed), jnp.zeros_like(batch.rewards), 0, num_microbatches
     )
-    done = optimizers.guarded_update(optimizer, grads, opt_state, trained, loss=loss, kept=count)
+    finite = _all_finite(targets.values_before(v_after), mask) & _all_finite(fixed, mask)
+    done = optimizers.guarded_update(optimizer, grads, opt_state, trained, loss=loss, kept=count, finite=finite)
     return (done.params, done.opt_state), (loss, done.grad_norm, done.nonfinite, done.empty, v_after)
 
   length = num_updates or config.critic_updates
@@ -162,6 +166,7 @@ def update_critic(
     "value_loss_last": losses[-1],
     "critic_grad_norm": jnp.mean(norms),
     "explained_variance_before": explained_variance(config, v_after[0], returns, batch),
+    "returns_square_mean": masking.masked_mean(jnp.square(returns), mask),
   }
   state = state._replace(critic=partition.merge(trained, frozen), critic_opt=opt_state, counters=counters)
   return CriticUpdate(state, v_after[0], returns, metrics)
@@ -234,9 +239,12 @@ def update_policy(
     logp = written.logp
     arguments = (logp if old_logp is None else old_logp, batch.behavior_logp, adv, batch.action_mask, batch.segment_ids)
     low, high = (side & here[:, None, None] for side in algorithms.left_out(config, logp, *arguments))
-    kept = jnp.sum(batch.action_mask & here[:, None, None] & ~low & ~high)
+    actions = batch.action_mask & here[:, None, None]
+    kept = jnp.sum(actions & ~low & ~high)
+    finite = _all_finite(logp, actions) & _all_finite(batch.behavior_logp, actions) & _all_finite(adv, actions)
+    allowed = state.step >= config.hold_policy_steps
     done = optimizers.guarded_update(
-      optimizer, grads, opt_state, params, loss=loss, kept=kept, allowed=state.step >= config.hold_policy_steps
+      optimizer, grads, opt_state, params, loss=loss, kept=kept, finite=finite, allowed=allowed
     )
     return (done.params, done.opt_state, written), (loss, done.grad_norm, done.nonfinite, done.empty, low, high)
 
@@ -256,6 +264,10 @@ def update_policy(
 def explained_variance(config: LearnerConfig, v_after: jax.Array, returns: jax.Array, batch: TokenBatch) -> jax.Array:
   """EV = 1 - Var(R - V) / Var(R) over the tokens that the critic is fitted on."""
   return diagnostics.explained_variance(targets.values_before(v_after), returns, targets.critic_mask(config, batch))
+
+
+def _all_finite(x: jax.Array, mask: jax.Array) -> jax.Array:
+  return jnp.all(jnp.isfinite(x) | ~mask)
 
 
 def _value_forward(value_apply: ValueApply, critic: Params, tokens: TokenBatch) -> jax.Array:

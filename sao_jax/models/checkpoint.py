@@ -43,13 +43,16 @@ class _Files(contextlib.AbstractContextManager["_Files"]):
     self._stack = contextlib.ExitStack()
     self._slices: dict[str, Any] = {}
     if (directory / _INDEX_FILE).exists():
-      weight_map = json.loads((directory / _INDEX_FILE).read_text())["weight_map"]
+      weight_map = _read_index(directory / _INDEX_FILE)
     elif (directory / _SINGLE_FILE).exists():
       weight_map = None
     else:
       raise FileNotFoundError(f"{directory} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}.")
     for file in sorted(set(weight_map.values())) if weight_map else [_SINGLE_FILE]:
-      handle = self._stack.enter_context(safetensors.safe_open(directory / file, framework="numpy"))
+      try:
+        handle = self._stack.enter_context(safetensors.safe_open(directory / file, framework="numpy"))
+      except safetensors.SafetensorError as error:  # its header is checked against its size before anything is read
+        raise ValueError(f"{directory / file} is not a valid safetensors file: {error}") from error
       for name in handle.keys():  # noqa: SIM118 (not a mapping)
         self._slices[name] = handle.get_slice(name)
     missing = sorted(set(weight_map or ()) - set(self._slices))
@@ -76,6 +79,20 @@ class _Files(contextlib.AbstractContextManager["_Files"]):
 
   def read(self, name: str, index: _Index) -> np.ndarray:
     return np.asarray(self._slices[name][index])
+
+
+def _read_index(path: pathlib.Path) -> Mapping[str, str]:
+  """Which file holds which tensor; files elsewhere than beside the index are refused."""
+  try:
+    weight_map = json.loads(path.read_bytes())["weight_map"]
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
+    raise ValueError(f"{path} is not an index of safetensors files: {error!r}") from error
+  if not isinstance(weight_map, dict):
+    raise ValueError(f"{path}: 'weight_map' must be an object; received {type(weight_map).__name__}.")
+  for name, file in weight_map.items():
+    if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+      raise ValueError(f"{path}: tensor {name!r} must name a file of the same folder; received {file!r}.")
+  return weight_map
 
 
 @dataclasses.dataclass(frozen=True)

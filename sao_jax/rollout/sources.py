@@ -8,14 +8,15 @@
 from __future__ import annotations
 
 import collections
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from sao_jax.rollout.engine import Engine, EngineThread
+from sao_jax.rollout.engine import AsyncEngine, EngineThread, RolloutEngine
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.rollout.queue import TrajectoryQueue
 from sao_jax.rollout.requests import RequestStream
@@ -23,6 +24,14 @@ from sao_jax.rollout.weights import WeightStore
 from sao_jax.types import Params, Trajectory
 
 _POLL_S = 0.5
+_STOP_S = 10.0
+"""How long the engine's thread may take to end: with what follows, a signal must have ended the run within 30 s."""
+
+_log = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+  """The default check."""
 
 
 class BatchSource(Protocol):
@@ -32,8 +41,16 @@ class BatchSource(Protocol):
     """Hands over the learner's weights (a copy is taken); called with version 0 or the restored one first."""
     ...
 
-  def next_batch(self, version: int) -> list[Trajectory]:
-    """The trajectories of the next learner step, taken by a learner at `version`."""
+  runs_on_caller: bool
+  """Whether `next_batch` generates on the caller's thread, where an exception of a signal may end it at any point."""
+
+  def next_batch(self, version: int, check: Callable[[], None] = ...) -> list[Trajectory]:
+    """The trajectories of the next learner step, taken by a learner at `version`.
+
+    Args:
+      version: the learner's.
+      check: called every half second of a wait for another thread; what it raises ends the wait.
+    """
     ...
 
   def counters(self) -> dict[str, int]:
@@ -41,7 +58,10 @@ class BatchSource(Protocol):
     ...
 
   def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
-    """What a resume needs: JSON, and the trajectories that wait for the learner. Called between steps."""
+    """What a resume needs: JSON, and the trajectories that wait for the learner.
+
+    It is that of the last `publish`: a batch that was taken since, or was being made, counts as not taken.
+    """
     ...
 
   def old_weights(self) -> list[Params]:
@@ -70,10 +90,12 @@ class LaggedSource:
       so that a trajectory has one version.
   """
 
+  runs_on_caller = True
+
   def __init__(
     self,
     *,
-    engine: Engine,
+    engine: RolloutEngine,
     requests: RequestStream,
     batch_size: int,
     group_size: int,
@@ -92,11 +114,13 @@ class LaggedSource:
     self._switch_chunks = switch_chunks
     self._history: collections.deque[tuple[Params, int]] = collections.deque(maxlen=lag + 1)
     self._dropped_incomplete_group = 0
+    self._published = self._position()
 
   def publish(self, params: Params, version: int) -> None:
     self._history.append((_owned_copy(params), version))
+    self._published = self._position()
 
-  def next_batch(self, version: int) -> list[Trajectory]:
+  def next_batch(self, version: int, check: Callable[[], None] = _nothing) -> list[Trajectory]:
     batch: list[Trajectory] = []
     while len(batch) < self._batch_size:
       wanted = [self._requests.next() for _ in range(self._batch_size - len(batch))]
@@ -109,12 +133,7 @@ class LaggedSource:
     return {"queue_size": 0, "dropped_stale": 0, "dropped_incomplete_group": self._dropped_incomplete_group}
 
   def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
-    host = {
-      "requests": self._requests.state(),
-      "versions": [version for _, version in self._padded_history()],
-      "dropped_incomplete_group": self._dropped_incomplete_group,
-    }
-    return host, []
+    return {**self._published, "versions": [version for _, version in self._padded_history()]}, []
 
   def old_weights(self) -> list[Params]:
     return [params for params, _ in self._padded_history()]
@@ -127,9 +146,13 @@ class LaggedSource:
     for version, params in zip(state["versions"], old_weights, strict=True):
       if not self._history or self._history[-1][1] != version:
         self._history.append((_owned_copy(params), int(version)))
+    self._published = self._position()
 
   def close(self) -> None:
     pass
+
+  def _position(self) -> dict[str, Any]:
+    return {"requests": self._requests.state(), "dropped_incomplete_group": self._dropped_incomplete_group}
 
   def _padded_history(self) -> list[tuple[Params, int]]:
     """All but the newest weights, `lag` of them: the oldest is repeated while there are fewer."""
@@ -151,16 +174,20 @@ class AsyncSource:
   """An engine thread generates all the time; the queue bounds staleness; weights are taken up in flight.
 
   Args:
-    engine: the engine; driven by a thread of this object from the first `publish` on.
+    engine: the engine, or a cluster of them; driven by a thread of this object from the first `publish` on.
     requests: episodes to run.
     queue: between the two.
   """
 
-  def __init__(self, *, engine: Engine, requests: RequestStream, queue: TrajectoryQueue):
+  runs_on_caller = False
+
+  def __init__(self, *, engine: AsyncEngine, requests: RequestStream, queue: TrajectoryQueue):
     self._requests = requests
     self._queue = queue
     self._weights = WeightStore()
     self._version = 0
+    self._in_hand: list[Trajectory] = []
+    """The batch that the learner is at."""
     self._started = False
     self._starting = threading.Lock()
     self._thread = EngineThread(
@@ -170,15 +197,17 @@ class AsyncSource:
   def publish(self, params: Params, version: int) -> None:
     self._weights.publish(params, version)
     self._version = version
+    self._in_hand = []
     if not self._started:
       self._started = True
       self._thread.start()
 
-  def next_batch(self, version: int) -> list[Trajectory]:
+  def next_batch(self, version: int, check: Callable[[], None] = _nothing) -> list[Trajectory]:
     while True:
-      batch = self._queue.get_batch(version, timeout=_POLL_S)
       self._thread.check()
-      if batch:
+      check()
+      if batch := self._queue.get_batch(version, timeout=_POLL_S):
+        self._in_hand = batch
         return batch
 
   def counters(self) -> dict[str, int]:
@@ -193,7 +222,8 @@ class AsyncSource:
     with self._starting:  # Every episode that was handed out is running, waiting or has ended.
       counters, waiting = self._queue.state()
       requests = self._requests.state(counters["running"])
-    return {"requests": requests, "queue": counters}, waiting
+    counters["used"] -= len(self._in_hand)
+    return {"requests": requests, "queue": counters}, self._in_hand + waiting
 
   def old_weights(self) -> list[Params]:
     return []
@@ -205,7 +235,10 @@ class AsyncSource:
   def close(self) -> None:
     try:
       if self._started:
-        self._thread.stop()
+        self._thread.stop(_STOP_S)
+    except TimeoutError as error:
+      # An inline environment cannot be interrupted. Its thread ends with the process; nothing waits for it any more.
+      _log.warning("%s It is left behind.", error)
     finally:
       self._queue.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import random
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import chaos
+from experiments import chaos, chaos_run
 
 
 def make_outcome(*, in_background: bool) -> chaos.Outcome:
@@ -28,7 +29,7 @@ def make_outcome(*, in_background: bool) -> chaos.Outcome:
   }  # fmt: skip
   if in_background:
     host = {
-      "waiting": [{"episode_id": 4}],
+      "waiting": [4],
       "source": {
         "requests": {"cursor": 7, "again": [5]},
         "queue": {"dropped_stale": 1, "dropped_incomplete_group": 0, "failed": 0},
@@ -70,7 +71,7 @@ def test_rows_and_batches_that_differ_are_found():
   ("change", "fault"),
   [
     (lambda o: o.ledger[2].update(episodes=[2, 1]), "episodes [1] were trained on twice"),
-    (lambda o: o.host["waiting"].append({"episode_id": 3}), "episodes [3] were trained on and would be again"),
+    (lambda o: o.host["waiting"].append(3), "episodes [3] were trained on and would be again"),
     (lambda o: o.host["source"]["requests"].update(again=[]), "2 of 7 episodes are gone, 1 are counted"),
     (lambda o: o.host["source"]["queue"].update(dropped_stale=0), "1 of 7 episodes are gone, 0 are counted"),
     (lambda o: o.ledger[2].update(staleness=[2, 0]), "staleness 2 is more than 1"),
@@ -89,4 +90,13 @@ def test_every_kind_of_kill_is_planned():
 
 
 def test_a_run_killed_in_a_checkpoint_write_ends_as_if_it_had_not_been(tmp_path):
-  assert chaos.torment("lagged", ["checkpoint"], 4, tmp_path, random.Random(0)) == []
+  inside: collections.Counter[str] = collections.Counter()
+  assert chaos.torment("lagged", ["checkpoint"], 4, tmp_path, random.Random(0), inside) == []
+  assert inside["publication"] == 0 and set(inside) == set(chaos_run.WINDOWS)
+
+
+def test_what_a_kill_fell_into_is_told(tmp_path):
+  assert chaos_run.killed_inside(tmp_path / "run") == []
+  log = "+publication -publication +checkpoint +publication -checkpoint"
+  chaos_run.windows_log(tmp_path / "run").write_text(log.replace(" ", "\n"))
+  assert chaos_run.killed_inside(tmp_path / "run") == ["publication"]

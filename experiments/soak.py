@@ -1,0 +1,430 @@
+"""Overload and endurance: runs the asynchronous loop under a load that is wrong in one way, and watches what grows.
+
+    python -m experiments.soak --scenario=mixed --minutes=30
+    python -m experiments.soak --scenario=long_episode --minutes=1
+
+Scenarios: `slow_learner` (the queue fills), `slow_rollouts` (the learner waits), `short_episodes` (10,000 of one turn),
+`long_episode` (one episode has 1,000 times as many turns as the others), `slow_tool` (a tool of minutes in some
+episodes), `stall` (every tool stands still for a while, again and again) and `mixed` (slow tools, stalls, and tools
+that raise, hang, flood or give back nonsense). Every few seconds there is a line with memory, threads, child processes,
+file descriptors and live JAX buffers. The last line is one JSON object; the exit code is 1 if one of them grows, an
+episode or the learner starves, or throughput does not come back. Linux only: the figures are read from /proc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+
+from experiments import chaos_run
+from experiments.domains.digits import DigitsTokenizer
+from sao_jax import loop
+from sao_jax.config import CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig
+from sao_jax.io.console import Console
+from sao_jax.learner import OptimizerConfig
+from sao_jax.rollout import EpisodeRequest, TrajectoryQueue, sources
+from sao_jax.types import Domain, Environment, Split, Step, Trajectory
+
+GROWTH: Mapping[str, tuple[float, float]] = {
+  "rss_mb": (40.0, 0.06), "threads": (3.0, 0.1), "children": (1.0, 0.0), "fds": (3.0, 0.05),
+  "live_arrays": (16.0, 0.05), "live_mb": (4.0, 0.05),
+}  # fmt: skip
+"""What a quantity may rise by over the part of the run that is judged: absolute, and as a share of its median."""
+SETTLING = 0.3
+"""Share of the run that is not judged for growth: programs are compiled, pools and caches fill."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scenario:
+  """What is wrong with the load. Times in seconds, for the whole run unless it says otherwise."""
+
+  learner_s: float = 0.0
+  """The learner waits so long in every step."""
+  tool_s: float = 0.002
+  """Every step of an environment takes so long."""
+  slow_share: float = 0.0
+  """Share of the episodes whose last step takes `--slow_tool_s`."""
+  long_turns: int = 0
+  """Turns of one episode; all others then have one."""
+  faults: bool = False
+  """Some environments raise, hang, flood or give back nonsense."""
+  stalls: bool = False
+  """Every `--stall_every_s` all tools stand still for `--stall_s`."""
+  episodes: int | None = None
+  """The run ends after so many trajectories were trained on; None: after `--minutes`."""
+  max_len: int = 32
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+  "slow_learner": Scenario(learner_s=0.5),
+  "slow_rollouts": Scenario(tool_s=0.1),
+  "short_episodes": Scenario(tool_s=0.0, episodes=10_000),
+  "long_episode": Scenario(long_turns=1000, max_len=2560),
+  "slow_tool": Scenario(slow_share=0.03),
+  "stall": Scenario(stalls=True),
+  "mixed": Scenario(learner_s=0.2, tool_s=0.02, slow_share=0.01, faults=True, stalls=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Times:
+  """How long the slow things take."""
+
+  minutes: float
+  slow_tool_s: float
+  stall_every_s: float
+  stall_s: float
+  env_timeout_s: float
+
+
+class Clock:
+  """Runs from the first episode on: what comes before it is compiling."""
+
+  def __init__(self) -> None:
+    self.began: float | None = None
+
+  def start(self) -> None:
+    """Does nothing if it runs already."""
+    self.began = self.began or time.monotonic()
+
+  @property
+  def seconds(self) -> float:
+    return 0.0 if self.began is None else time.monotonic() - self.began
+
+
+class SoakEnv(Environment):
+  """Answers `w` to everything until its task's number of turns is reached; misbehaves as the scenario says."""
+
+  def __init__(self, scenario: Scenario, times: Times, clock: Clock):
+    self._scenario, self._times, self._clock = scenario, times, clock
+    self._turns_left, self._last_s, self._fault = 0, 0.0, ""
+
+  def reset(self, task_index: int) -> str:
+    self._clock.start()
+    rng = np.random.default_rng(task_index)
+    scenario = self._scenario
+    self._turns_left = int(rng.integers(1, 4))
+    if scenario.long_turns or scenario.episodes is not None:
+      self._turns_left = scenario.long_turns if scenario.long_turns and task_index == 7 else 1
+    self._last_s = self._times.slow_tool_s if rng.random() < scenario.slow_share else scenario.tool_s
+    faults = ("raise", "flood", "nonsense", "hang")
+    self._fault = str(rng.choice(faults, p=(0.3, 0.3, 0.3, 0.1))) if scenario.faults and rng.random() < 0.04 else ""
+    if self._fault == "raise" and rng.random() < 0.5:
+      raise ConnectionError("the tool server does not answer")
+    return f"?{task_index % 10}"
+
+  def step(self, action: str) -> Step:
+    self._turns_left -= 1
+    done = self._turns_left == 0
+    time.sleep(self._last_s if done else self._scenario.tool_s)
+    if self._scenario.stalls and self._clock.seconds > self._times.stall_every_s:
+      time.sleep(max(0.0, self._times.stall_s - self._clock.seconds % self._times.stall_every_s))
+    if self._fault == "raise":
+      raise RuntimeError("the tool died")
+    if self._fault == "flood":
+      return Step(observation="w" * 3_000_000)
+    if self._fault == "hang":
+      time.sleep(2 * self._times.env_timeout_s)
+    reward = float("nan") if self._fault == "nonsense" else float(action.startswith(";"))
+    return Step(observation="" if done else "w", reward=reward, done=done)
+
+  def close(self) -> None:
+    """Holds nothing."""
+
+
+def make_domain(scenario: Scenario, times: Times, clock: Clock) -> Domain:
+  """Demonstrations say `;` to everything, so that episodes take as many turns as their task wants."""
+
+  def make_env(split: Split) -> SoakEnv:
+    return SoakEnv(scenario, times, clock)
+
+  def demonstrate(task_index: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
+    turns = [(";", True), ("w", False)] * int(rng.integers(1, 4))
+    return [(f"?{task_index % 10}", False), *turns[:-1]]
+
+  return Domain(
+    make_env=make_env, tokenizer=DigitsTokenizer(), num_train_tasks=1_000_000, num_eval_tasks=1, demonstrate=demonstrate
+  )
+
+
+def make_config(scenario: Scenario, times: Times) -> RunConfig:
+  """The job of `experiments.chaos_run`, in the background, as the scenario wants it."""
+  steps = 10**7 if scenario.episodes is None else -(-scenario.episodes // chaos_run.BATCH_SIZE)
+  base = chaos_run.make_config("async", num_steps=steps)
+  rows = 1 if scenario.max_len > 128 else base.learner.rows_per_microbatch
+  return dataclasses.replace(
+    base,
+    eval_episodes=0,
+    warm_start=WarmStartConfig(num_steps=60, batch_size=32, optimizer=OptimizerConfig(learning_rate=2e-2)),
+    critic=CriticConfig(),
+    learner=dataclasses.replace(base.learner, row_length=scenario.max_len, rows_per_microbatch=rows),
+    engine=dataclasses.replace(
+      base.engine, max_len=scenario.max_len, max_turns=max(4, scenario.long_turns), live_buckets=(scenario.max_len,),
+      num_slots=32, env_workers=32, env_timeout_s=times.env_timeout_s,
+    ),
+    checkpoint=CheckpointConfig(every_steps=50, keep=2),
+  )  # fmt: skip
+
+
+def _nothing(*_: Any) -> None:
+  """Takes no note."""
+
+
+class Books:
+  """When episodes started, ended and were used, and when the learner got its batches; one per process.
+
+  It wraps methods of the queue and of the source, as `experiments.chaos_run` does.
+  """
+
+  def __init__(self, learner_s: float):
+    self._learner_s = learner_s
+    self._lock = threading.Lock()
+    self._started: dict[int, float] = {}
+    self._ended: dict[int, float] = {}
+    self.longest = {"episode_s": 0.0, "wait_for_learner_s": 0.0, "wait_for_batch_s": 0.0}
+    self.batches: list[float] = []
+    self.trained = 0
+    self.failed = 0
+    self.most_waiting = 0
+
+  def install(self) -> None:
+    """Replaces the methods."""
+    self._wrap(TrajectoryQueue, "start", before=self._note_start)
+    self._wrap(TrajectoryQueue, "put", before=self._note_offer, after=self._note_put)
+    self._wrap(TrajectoryQueue, "fail", after=self._note_fail)
+    original = sources.AsyncSource.next_batch
+
+    @functools.wraps(original)
+    def next_batch(source: Any, *args: Any) -> list[Trajectory]:
+      began = time.monotonic()
+      batch = original(source, *args)
+      self._note_batch(batch, time.monotonic() - began)
+      time.sleep(self._learner_s)
+      return batch
+
+    sources.AsyncSource.next_batch = next_batch  # type: ignore[method-assign]
+
+  def unfinished(self) -> float:
+    """Seconds since the start of the oldest episode that is under way."""
+    with self._lock:
+      return time.monotonic() - min(self._started.values(), default=time.monotonic())
+
+  def _wrap(
+    self, owner: Any, method: str, *, before: Callable[..., None] = _nothing, after: Callable[..., None] = _nothing
+  ) -> None:
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def wrapper(queue: Any, *args: Any, **options: Any) -> Any:
+      before(queue, *args)
+      result = original(queue, *args, **options)
+      if result is not False:
+        after(queue, *args)
+      return result
+
+    setattr(owner, method, wrapper)
+
+  def _note_start(self, queue: TrajectoryQueue, request: EpisodeRequest) -> None:
+    with self._lock:
+      self._started[request.episode_id] = time.monotonic()
+
+  def _note_offer(self, queue: TrajectoryQueue, trajectory: Trajectory) -> None:
+    with self._lock:  # at the first attempt: the queue may be full
+      self._ended.setdefault(trajectory.episode_id, time.monotonic())
+
+  def _note_put(self, queue: TrajectoryQueue, trajectory: Trajectory) -> None:
+    self._end(trajectory.episode_id)
+    self.most_waiting = max(self.most_waiting, queue.qsize())
+
+  def _note_fail(self, queue: TrajectoryQueue, request: EpisodeRequest) -> None:
+    self._end(request.episode_id)
+    self.failed += 1
+
+  def _end(self, episode_id: int) -> None:
+    with self._lock:
+      took = time.monotonic() - self._started.pop(episode_id)
+      self.longest["episode_s"] = max(self.longest["episode_s"], took)
+
+  def _note_batch(self, batch: Sequence[Trajectory], waited: float) -> None:
+    now = time.monotonic()
+    with self._lock:
+      for trajectory in batch:
+        waiting = now - self._ended.pop(trajectory.episode_id)
+        self.longest["wait_for_learner_s"] = max(self.longest["wait_for_learner_s"], waiting)
+      newest = max(trajectory.episode_id for trajectory in batch)
+      for episode in [e for e in self._ended if e < newest - 10_000]:
+        del self._ended[episode]  # dropped as too stale
+    if self.batches:  # the first wait is that for the engine's programs
+      self.longest["wait_for_batch_s"] = max(self.longest["wait_for_batch_s"], waited)
+    self.trained += len(batch)
+    self.batches.append(now)
+
+
+def sample(books: Books, clock: Clock) -> dict[str, float]:
+  """What this process holds at the moment."""
+  status = pathlib.Path("/proc/self/status").read_text()
+  fields = dict(line.split(":", 1) for line in status.splitlines())
+  arrays = jax.live_arrays()
+  me = os.getpid()
+  parents = [_parent(path) for path in pathlib.Path("/proc").glob("[0-9]*/stat")]
+  return {
+    "seconds": clock.seconds,
+    "rss_mb": int(fields["VmRSS"].split()[0]) / 1024,
+    "threads": int(fields["Threads"]),
+    "children": sum(parent == me for parent in parents),
+    "fds": len(os.listdir("/proc/self/fd")),
+    "live_arrays": len(arrays),
+    "live_mb": sum(array.nbytes for array in arrays if not array.is_deleted()) / 2**20,
+    "trained": books.trained,
+    "oldest_episode_s": books.unfinished(),
+  }
+
+
+def _parent(stat: pathlib.Path) -> int:
+  try:
+    return int(stat.read_text().rsplit(")", 1)[1].split()[1])
+  except OSError:
+    return -1  # it ended while it was being read
+
+
+def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Any]]:
+  """Rise of each quantity over the judged part of the run, by the median of the slopes of all pairs (Theil-Sen).
+
+  >>> rows = [{"seconds": t, **dict.fromkeys(GROWTH, 100.0), "fds": 10.0 + t} for t in range(20)]
+  >>> {name: row["grows"] for name, row in growth(rows).items() if row["grows"]}
+  {'fds': True}
+  """
+  judged = list(samples[int(len(samples) * SETTLING) :])
+  times = [row["seconds"] for row in judged]
+  result = {}
+  for name, (absolute, share) in GROWTH.items():
+    values = [row[name] for row in judged]
+    slopes = [(values[j] - values[i]) / (times[j] - times[i]) for i in range(len(values)) for j in range(i)]
+    median = statistics.median(values)
+    rise = statistics.median(slopes) * (times[-1] - times[0]) if slopes else 0.0
+    grows = rise > max(absolute, share * median)
+    result[name] = {"median": round(median, 2), "rise": round(rise, 2), "most": round(max(values), 2), "grows": grows}
+  return result
+
+
+def recovery(batches: Sequence[float], began: float, times: Times) -> float | None:
+  """Batches per second in the quiet stretches after the first stall, over those before it; None: no stall was seen."""
+  first = began + times.stall_every_s
+  if not batches or batches[-1] < first + 0.9 * times.stall_every_s:
+    return None
+  settled = max(batches[0], began + 0.3 * times.stall_every_s)
+  before = [t for t in batches if settled <= t < first]
+  quiet = times.stall_every_s - times.stall_s
+  after, stretches = 0, 0
+  start = first
+  while start + times.stall_every_s <= batches[-1]:
+    low = start + times.stall_s + 0.2 * quiet  # what the stall left behind is worked off by then
+    after += sum(low <= t < start + times.stall_every_s for t in batches)
+    stretches += 1
+    start += times.stall_every_s
+  if not before or not stretches:
+    return None
+  return (after / (stretches * 0.8 * quiet)) / (len(before) / (first - settled))
+
+
+def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: float) -> dict[str, Any]:
+  """Runs the scenario; returns what is printed last."""
+  books = Books(scenario.learner_s)
+  books.install()
+  config = make_config(scenario, times)
+  clock = Clock()
+  samples: list[dict[str, float]] = []
+  over = threading.Event()
+
+  def watch() -> None:
+    while not over.wait(sample_s):
+      row = sample(books, clock)
+      if books.batches:
+        samples.append(row)
+      print("  ".join(f"{name} {value:.0f}" for name, value in row.items()), flush=True)
+      if scenario.episodes is None and row["seconds"] > 60 * times.minutes:
+        os.kill(os.getpid(), signal.SIGTERM)  # the loop saves and ends
+        return
+
+  watcher = threading.Thread(target=watch, name="soak-watch")
+  watcher.start()
+  try:
+    domain = make_domain(scenario, times, clock)
+    summary = loop.train(config, domain, workdir, console=Console(plain_every_s=60.0))
+  finally:
+    over.set()
+    watcher.join()
+  seconds = clock.seconds
+  patience = 20.0 + 2 * (times.slow_tool_s if scenario.slow_share else 0.0)
+  patience += 2 * times.stall_s * scenario.stalls + 2 * times.env_timeout_s * scenario.faults
+  allowed = {
+    "episode_s": patience + (seconds if scenario.long_turns else 0.0),
+    "wait_for_learner_s": patience + 8 * scenario.learner_s,
+    "wait_for_batch_s": patience,
+  }
+  starved = {name: value for name, value in books.longest.items() if value > allowed[name]}
+  grown = growth(samples)
+  again = recovery(books.batches, clock.began or 0.0, times) if scenario.stalls else None
+  faults = [f"{name} grows" for name, row in grown.items() if row["grows"]]
+  faults += [f"{name} {value:.1f} > {allowed[name]:.1f}" for name, value in starved.items()]
+  faults += [f"throughput after stalls is {again:.2f} of before"] if again is not None and again < 0.6 else []
+  faults += ["the run ended by itself"] if scenario.episodes is None and summary is not None else []
+  faults += ["the queue held more than its capacity"] if books.most_waiting > 2 * config.batch_size else []
+  return {
+    "seconds": round(seconds, 1), "samples": len(samples), "trajectories": books.trained,
+    "trajectories_per_s": round(books.trained / seconds, 2), "failed_episodes": books.failed,
+    "longest": {name: round(value, 2) for name, value in books.longest.items()}, "most_waiting": books.most_waiting,
+    "recovered_to": None if again is None else round(again, 2), "growth": grown, "faults": faults,
+  }  # fmt: skip
+
+
+def define_flags() -> None:
+  flags.DEFINE_enum("scenario", "mixed", list(SCENARIOS), "What is wrong with the load.")
+  flags.DEFINE_float("minutes", 30.0, "How long (not for short_episodes).", lower_bound=0.01)
+  flags.DEFINE_integer("episodes", None, "For short_episodes: how many, instead of 10,000.", lower_bound=16)
+  flags.DEFINE_integer("long_turns", None, "For long_episode: turns of the long one, instead of 1,000.", lower_bound=2)
+  flags.DEFINE_float("slow_tool_s", 120.0, "What a slow tool takes.")
+  flags.DEFINE_float("stall_every_s", 300.0, "Time between the starts of two stalls.")
+  flags.DEFINE_float("stall_s", 45.0, "How long all tools stand still then.")
+  flags.DEFINE_float("env_timeout_s", 180.0, "EngineConfig.env_timeout_s: what hangs is given up after it.")
+  flags.DEFINE_float("sample_s", 10.0, "Time between two lines.", lower_bound=0.05)
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
+  logging.set_verbosity(logging.ERROR)
+  options = flags.FLAGS
+  scenario = SCENARIOS[options.scenario]
+  if options.episodes is not None and scenario.episodes is not None:
+    scenario = dataclasses.replace(scenario, episodes=options.episodes)
+  if options.long_turns is not None and scenario.long_turns:
+    scenario = dataclasses.replace(scenario, long_turns=options.long_turns, max_len=2 * options.long_turns + 64)
+  times = Times(**{field.name: options[field.name].value for field in dataclasses.fields(Times)})
+  with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+    result = soak(scenario, times, pathlib.Path(scratch) / "run", sample_s=options.sample_s)
+  for name, row in result["growth"].items():
+    print(f"{name:12} median {row['median']:10.1f}  rise {row['rise']:8.2f}{'  GROWS' if row['grows'] else ''}")
+  print(f"soak: {'; '.join(result['faults']) or 'nothing grows, nobody starves'}")
+  print(json.dumps({"scenario": options.scenario, **result}))
+  sys.exit(1 if result["faults"] else 0)
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

@@ -1,0 +1,87 @@
+"""What was not finite in a batch whose update was skipped, trajectory by trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sao_jax.learner import batching, targets, update
+from sao_jax.learner.config import LearnerConfig
+from sao_jax.learner.state import LearnerState
+from sao_jax.types import PolicyApply, TokenBatch, Trajectory, ValueApply
+
+Diagnosis: TypeAlias = Callable[[LearnerState, Sequence[Trajectory]], list[list[str]]]
+"""`(state after the skipped update (not donated), its batch) -> names per trajectory`: all empty where only sums over
+the batch overflow. The parameters of the skipped model are those that met the batch."""
+
+
+def make_diagnosis(config: LearnerConfig, policy_apply: PolicyApply, value_apply: ValueApply | None) -> Diagnosis:
+  """Builds what names, for each trajectory, the quantities that are not finite when the learner looks at it alone.
+
+  Of: reward, behavior_logp, logp, ratio, policy_loss, policy_gradient, value, return, advantage, value_loss,
+  critic_gradient. Costs about a learner step per microbatch-full of trajectories: for use on a skipped batch. Baselines
+  from rewards alone take no part: their advantage is 1 here.
+
+  Args:
+    config: the learner's.
+    policy_apply: the policy.
+    value_apply: the value model; None for algorithms without one.
+  """
+
+  @jax.jit
+  def examine(state: LearnerState, batch: TokenBatch, used: jax.Array) -> dict[str, jax.Array]:
+    return _quantities(config, policy_apply, value_apply, state, batch, used)
+
+  def find(state: LearnerState, trajectories: Sequence[Trajectory]) -> list[list[str]]:
+    found = []
+    for trajectory in trajectories:
+      batch, packed = batching.pack_batch(config, [trajectory], [1.0])
+      finite = jax.device_get(examine(state, batch, np.int32(packed.num_microbatches)))
+      found.append([name for name in sorted(finite) if not finite[name]])
+    return found
+
+  return find
+
+
+def _quantities(
+  config: LearnerConfig,
+  policy_apply: PolicyApply,
+  value_apply: ValueApply | None,
+  state: LearnerState,
+  batch: TokenBatch,
+  used: jax.Array,
+) -> dict[str, jax.Array]:
+  """Whether each quantity of a batch is finite: bool scalars."""
+  mask = batch.action_mask
+
+  def finite(x: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(x) | ~mask)
+
+  result = {"reward": finite(batch.rewards), "behavior_logp": finite(batch.behavior_logp)}
+  adv = jnp.where(mask, batch.baseline_adv, 0.0)
+  if value_apply is not None:
+    critic = update.update_critic(config, value_apply, state, batch, used, num_updates=1)
+    adv = targets.policy_advantages(config, critic.v_after, batch)
+    result |= {
+      "value": finite(targets.values_before(critic.v_after)),
+      "return": finite(critic.returns),
+      "advantage": finite(adv),
+      "value_loss": jnp.isfinite(critic.metrics["value_loss"]),
+      "critic_gradient": jnp.isfinite(critic.metrics["critic_grad_norm"]),
+    }
+  zeros = jnp.zeros_like(batch.behavior_logp)
+  gradient, loss, written = update.policy_gradient(
+    config, policy_apply, state.policy, batch, adv, 0, used,
+    denominator=jnp.maximum(jnp.sum(mask), 1), written=update.PolicyOutputs(zeros, zeros),
+  )  # fmt: skip
+  return result | {
+    "logp": finite(written.logp),
+    "ratio": finite(jnp.exp(jnp.where(mask, written.logp - batch.behavior_logp, 0.0))),
+    "policy_loss": jnp.isfinite(loss),
+    "policy_gradient": jnp.isfinite(optax.tree.norm(gradient)),
+  }

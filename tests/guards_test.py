@@ -1,0 +1,161 @@
+"""Skipped updates: their batches are kept and explained, too many end the run; a critic that diverges is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import pathlib
+import types
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from sao_jax import loop
+from sao_jax.components import Components
+from sao_jax.config import CheckpointConfig
+from sao_jax.guards import RunStoppedError, UpdateGuard
+from sao_jax.io import bad_batches
+from sao_jax.io.metrics import read_metrics
+from sao_jax.learner import init_state, make_diagnosis
+from sao_jax.rollout import TooManyFailuresError
+from tests.bare_run import BusyEnv, bare, busy_domain
+from tests.io.trajectories_test import assert_same, make
+from tests.learner import tiny
+from tests.learner.update_test import make_config
+from tests.loop_test import compile_once, final_params, without_times  # noqa: F401
+
+
+def poison(monkeypatch: Any, calls: set[int]) -> None:
+  """Makes the advantages of the n-th packed batches overflow the gradient's norm."""
+  original = Components.pack
+  count = 0
+
+  def pack(self: Components, trajectories: Any) -> Any:
+    nonlocal count
+    count += 1
+    batch, stats = original(self, trajectories)
+    if count in calls:
+      batch = batch.replace(baseline_adv=np.full_like(batch.baseline_adv, 1e30))
+    return batch, stats
+
+  monkeypatch.setattr(Components, "pack", pack)
+
+
+def test_skipped_batches_are_kept_and_many_in_a_row_end_the_run_saved(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+  config = bare(num_steps=6, max_skipped_in_a_row=2)
+  with monkeypatch.context() as patch:
+    poison(patch, {2, 4, 5})
+    with pytest.raises(RunStoppedError, match=r"last 2 learner steps skipped .*bad_batches/5\.json"):
+      loop.train(config, busy_domain(), tmp_path)
+  rows, _ = read_metrics(tmp_path)
+  assert [row["skipped_in_a_row"] for row in rows] == [0, 1, 0, 1, 2]
+  assert bad_batches.steps(tmp_path) == [2, 4, 5]
+  report, trajectories = bad_batches.read(tmp_path, 4)
+  assert len(trajectories) == 16 and report["step"] == 4 and report["metrics"]["policy_grad_norm"] == "inf"
+  assert report["trajectories"] == [] and report["nonfinite"] == ["only sums over the whole batch"]
+  # Saved at step 5; whoever resumes has seen the error, and the run goes on.
+  assert loop.train(config, busy_domain(), tmp_path) is not None
+  rows, _ = read_metrics(tmp_path)
+  assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["skipped_in_a_row"] == 0
+
+
+def test_too_many_failed_episodes_end_the_run_saved(tmp_path: pathlib.Path) -> None:
+  left = [100]
+
+  class Fails(BusyEnv):
+    def reset(self, task_index: int) -> str:
+      left[0] -= 1
+      if left[0] < 0:
+        raise ConnectionError("the tool server is down")
+      return super().reset(task_index)
+
+  config = bare(num_steps=8, checkpoint=CheckpointConfig(every_steps=5))
+  whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+  loop.train(config, busy_domain(), whole)
+  with pytest.raises(TooManyFailuresError, match="the tool server is down"):
+    loop.train(config, busy_domain(Fails), stopped)
+  assert (stopped / "checkpoints/6").is_dir()  # 100 resets are 6 batches of 16 and a part
+  loop.train(config, busy_domain(), stopped)
+  rows = [[{**row, "failed_episodes": 0} for row in without_times(path)] for path in (stopped, whole)]
+  assert rows[0] == rows[1] and read_metrics(stopped)[0][-1]["failed_episodes"] >= 64 // 2
+  jax.tree.map(np.testing.assert_array_equal, final_params(config, stopped), final_params(config, whole))
+
+
+def test_what_is_not_finite_is_found_in_its_trajectories() -> None:
+  config = make_config()
+  policy, critic = tiny.init(1), tiny.init(2, value=True)
+  batch = [tiny.trajectory([0, 0, 1, 1], index=i, seed=i, reward=0.5) for i in range(3)]
+  tokens = [np.array([5, 5, 5, 6], np.int32), np.array([5, 5, 7, 5], np.int32), np.array([5, 5, 6, 6], np.int32)]
+  batch = [dataclasses.replace(x, tokens=t) for x, t in zip(batch, tokens, strict=True)]
+  state = init_state(config, policy, critic)
+  find = make_diagnosis(config, tiny.policy_apply, tiny.value_apply)
+  assert find(state, batch) == [[], [], []]
+
+  broken = policy["embed"]["embedding"].at[7].set(np.nan)
+  bad_policy = {**policy, "embed": {"embedding": broken}}
+  found = find(state._replace(policy=bad_policy), batch)
+  assert found == [[], ["logp", "policy_gradient", "policy_loss", "ratio"], []]
+
+  bad_critic = {**critic, "embed": {"embedding": critic["embed"]["embedding"].at[7].set(np.inf)}}
+  found = find(state._replace(critic=bad_critic), batch)
+  assert found[0] == found[2] == [] and {"value", "advantage", "value_loss", "critic_gradient"} <= set(found[1])
+
+  huge = dataclasses.replace(batch[2], rewards=np.array([0, 0, 0, 1e30], np.float32))
+  found = find(state, [*batch[:2], huge])
+  assert found[:2] == [[], []] and found[2] == ["critic_gradient", "policy_gradient", "value_loss"]
+
+
+def guard_of(limit: int = 3) -> UpdateGuard:
+  parts = types.SimpleNamespace(config=types.SimpleNamespace(max_skipped_in_a_row=limit))
+  return UpdateGuard(parts, pathlib.Path())  # type: ignore[arg-type]
+
+
+def feed(guard: UpdateGuard, errors: list[float], square: float = 0.5, first: int = 1) -> list[float]:
+  report = {"skipped_policy_nonfinite": 0, "skipped_critic_nonfinite": 0, "returns_square_mean": square}
+  rows = [
+    guard.look(first + i, None, [], {**report, "value_loss": error})  # type: ignore[arg-type]
+    for i, error in enumerate(errors)
+  ]
+  return [row["critic_error_ratio"] for row in rows]
+
+
+def test_a_critic_that_diverges_is_reported_once_and_again_after_it_recovered(caplog: Any) -> None:
+  guard = guard_of()
+  with caplog.at_level(logging.WARNING):
+    ratios = feed(guard, [0.5] * 8)
+    assert all(math.isnan(x) for x in ratios[:7]) and ratios[7] == 1.0
+    # Solved tasks: returns vary little, errors are small; nothing diverges.
+    assert feed(guard, [1e-3] * 16, square=1e-6)[-1] == pytest.approx(2e-3)
+    assert not caplog.records
+    ratios = feed(guard, [10.0] * 8, first=25)
+    assert ratios[-1] == 20.0
+    assert caplog.records[0].getMessage().startswith("The critic diverges: at step 26 ")
+    assert len(caplog.records) == 1
+    other = guard_of()
+    other.restore(guard.state())
+    assert feed(other, [0.5] * 16)[-1] == 1.0 and len(caplog.records) == 1
+    feed(other, [10.0] * 16)
+    assert len(caplog.records) == 2
+
+
+def test_without_a_critic_or_without_rewards_there_is_nothing_to_judge() -> None:
+  assert all(math.isnan(x) for x in feed(guard_of(), [math.nan] * 20))
+  assert all(math.isnan(x) for x in feed(guard_of(), [0.1] * 20, square=0.0))
+
+
+def test_the_newest_bad_batches_stay(tmp_path: pathlib.Path) -> None:
+  for step in range(1, bad_batches.KEPT + 4):
+    bad_batches.write(tmp_path, step, [make(episode_id=step)], {"nonfinite": ["logp"]})
+  assert bad_batches.steps(tmp_path) == list(range(4, bad_batches.KEPT + 4))
+  assert len(list((tmp_path / "bad_batches").iterdir())) == 2 * bad_batches.KEPT
+  report, (trajectory,) = bad_batches.read(tmp_path, 5)
+  assert report == {"step": 5, "nonfinite": ["logp"]}
+  assert_same(trajectory, make(episode_id=5))
+  (tmp_path / "bad_batches/5.safetensors").write_bytes(b"x" * 100)
+  with pytest.raises(ValueError, match=r"5\.safetensors"):
+    bad_batches.read(tmp_path, 5)
+  with pytest.raises(FileNotFoundError):
+    bad_batches.read(tmp_path, 1)

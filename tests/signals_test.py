@@ -1,0 +1,179 @@
+"""SIGINT and SIGTERM, wherever they meet a run: it saves and ends, and the next run ends as if nothing had been."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from sao_jax import loop, stages
+from sao_jax.components import Components
+from sao_jax.config import CriticConfig, RunConfig, WarmStartConfig
+from sao_jax.io.metrics import read_metrics
+from sao_jax.learner import learner_config
+from sao_jax.progress import Interrupted, Interrupts
+from sao_jax.rollout import sources
+from sao_jax.types import Domain, Step
+from tests.bare_run import BusyEnv, bare, busy_domain
+from tests.loop_test import LEARNER, compile_once, final_params, without_times  # noqa: F401
+from tests.tiny_domain import tiny_domain
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+class Gate:
+  """Stands still when the n-th step of all environments comes, sends this process a signal, and can be opened again."""
+
+  def __init__(self, at: int, number: signal.Signals):
+    self.left = at
+    self.number = number
+    self.opened = threading.Event()
+    self.signalled_at = 0.0
+
+  def pass_through(self) -> None:
+    self.left -= 1
+    if self.left == 0:
+      threading.Timer(0.1, self._send).start()  # from outside, while the tool is at work
+    if self.left <= 0:
+      self.opened.wait(60.0)
+
+  def _send(self) -> None:
+    self.signalled_at = time.monotonic()
+    os.kill(os.getpid(), self.number)
+
+
+def gated(gate: Gate, *, split: str = "train") -> Domain:
+  class Gated(BusyEnv):
+    def step(self, action: str) -> Step:
+      if self.split == split:
+        gate.pass_through()
+      return super().step(action)
+
+  return busy_domain(Gated)
+
+
+def stop(gate: Gate, config: RunConfig, workdir: pathlib.Path, **options: Any) -> None:
+  """Runs until the gate's signal ends the run."""
+  assert loop.train(config, gated(gate, **options), workdir) is None
+  gate.opened.set()
+  assert 0 < time.monotonic() - gate.signalled_at < 20
+
+
+def test_in_an_inline_tool_the_batch_is_made_again(tmp_path: pathlib.Path) -> None:
+  config = bare(schedule="lagged", lag=1, lag_switch_chunks=1)
+  workdir, whole = tmp_path / "run", tmp_path / "whole"
+  loop.train(config, busy_domain(), whole)
+  stop(Gate(60, signal.SIGTERM), config, workdir)
+  assert 0 < len(read_metrics(workdir)[0]) < config.num_steps
+  loop.train(config, busy_domain(), workdir)
+  assert without_times(workdir) == without_times(whole)
+  jax.tree.map(np.testing.assert_array_equal, final_params(config, workdir), final_params(config, whole))
+
+
+@pytest.mark.parametrize("env_workers", [8, 0])
+def test_async_does_not_wait_for_tools(env_workers: int, tmp_path: pathlib.Path, monkeypatch: Any, caplog: Any) -> None:
+  monkeypatch.setattr(sources, "_STOP_S", 0.5)
+  timeout = 50.0 if env_workers else None
+  engine = dataclasses.replace(bare().engine, env_workers=env_workers, env_timeout_s=timeout)
+  config = bare(schedule="async", engine=engine, max_staleness=1)
+  stop(Gate(60, signal.SIGINT), config, tmp_path)
+  assert ("left behind" in caplog.text) == (env_workers == 0)
+  assert len(read_metrics(tmp_path)[0]) < config.num_steps
+  assert loop.train(config, busy_domain(), tmp_path) is not None
+  assert [row["step"] for row in read_metrics(tmp_path)[0]] == list(range(1, 7))
+
+
+def test_in_the_evaluation(tmp_path: pathlib.Path) -> None:
+  config = bare(num_steps=2, eval_episodes=8)
+  stop(Gate(5, signal.SIGTERM), config, tmp_path, split="eval")
+  assert read_metrics(tmp_path) == ([], [])
+  assert loop.train(config, busy_domain(), tmp_path) is not None
+  assert [row["step"] for row in read_metrics(tmp_path)[1]] == [0, 2]
+
+
+def stage_result(stage: str, config: RunConfig, workdir: pathlib.Path) -> Any:
+  with Components(config, busy_domain()) as parts, stages._stage_checkpointer(parts, workdir, stage) as checkpointer:
+    return checkpointer.arrays(checkpointer.steps()[-1])
+
+
+def test_in_the_warm_start_it_goes_on_where_it_was(tmp_path: pathlib.Path) -> None:
+  config = bare(warm_start=WarmStartConfig(num_steps=30, batch_size=4))
+  calls = 0
+  usual = tiny_domain().demonstrate
+  assert usual is not None
+
+  def demonstrate(task: int, rng: np.random.Generator) -> Any:
+    nonlocal calls
+    calls += 1
+    if calls == 40:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return usual(task, rng)
+
+  domain = dataclasses.replace(busy_domain(), demonstrate=demonstrate)
+  stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+  assert loop.train(config, domain, stopped, run_stages=("warm_start",)) is None
+  assert (stopped / "stages/warm_start/partial").is_dir()
+  before = calls
+  assert loop.train(config, domain, stopped, run_stages=("warm_start",)) is None
+  assert calls <= 30 * 4 + 3 * 4 and before < 80  # the second run did not start anew
+  assert not (stopped / "stages/warm_start/partial").exists()
+  loop.train(config, domain, whole, run_stages=("warm_start",))
+  again, expected = (stage_result("warm_start", config, path) for path in (stopped, whole))
+  jax.tree.map(np.testing.assert_array_equal, again, expected)
+
+
+def test_in_the_value_pretraining_nothing_is_left_behind(tmp_path: pathlib.Path) -> None:
+  learner = learner_config("sao", eps_low=0.3, eps_high=5.0, **LEARNER)
+  config = bare(algorithm="sao", learner=learner, critic=CriticConfig(pretraining_trajectories=32))
+  stop(Gate(20, signal.SIGTERM), config, tmp_path)
+  assert list((tmp_path / "stages/value_pretraining/checkpoints").iterdir()) == []
+
+
+STUBBORN = """
+import time
+from sao_jax.progress import Interrupts
+with Interrupts():
+  print("ready", flush=True)
+  while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_at_once(first: signal.Signals) -> None:
+  command = [sys.executable, "-c", STUBBORN]
+  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(first)
+    assert "Ctrl-C ends it at once" in process.stderr.readline()
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == -signal.SIGINT
+
+
+def test_handlers_are_put_back_and_check_raises_only_after_a_signal() -> None:
+  before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+  ran: list[Callable[[], None]] = []
+  with pytest.raises(Interrupted), Interrupts() as interrupts:
+    interrupts.check()
+    with interrupts.at_once():
+      ran.append(interrupts.check)
+      os.kill(os.getpid(), signal.SIGTERM)
+      time.sleep(5)
+      raise AssertionError("the signal came too late")
+  assert interrupts.requested and ran
+  assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
