@@ -13,7 +13,7 @@ from sao_jax import models
 from sao_jax.config import RunConfig
 from sao_jax.evaluation import BothSplits
 from sao_jax.learner import PackStats, make_baselines, make_update_step, pack_batch
-from sao_jax.rollout.engine import Engine
+from sao_jax.rollout.engine import Engine, RolloutEngine
 from sao_jax.rollout.queue import TrajectoryQueue
 from sao_jax.rollout.requests import RequestStream
 from sao_jax.rollout.sources import AsyncSource, BatchSource, LaggedSource
@@ -40,13 +40,7 @@ class Components:
     self.value_apply: ValueApply | None = models.value_apply(config.policy) if config.learner.uses_critic else None
     self.update = make_update_step(config.learner, self.policy_apply, self.value_apply)
     self.baselines = make_baselines(config.learner)
-    self.engine = Engine(
-      model=models.cached_policy(config.policy),
-      make_env=functools.partial(BothSplits, domain),
-      tokenizer=domain.tokenizer,
-      config=config.engine,
-      seed=config.seed,
-    )
+    self.engine = _embedded_engine(config, domain) if config.remote.url is None else _remote_engine(config, domain)
     self.requests = RequestStream(num_tasks=domain.num_train_tasks, group_size=config.group_size, seed=config.seed)
 
   def init_policy(self) -> Params:
@@ -105,4 +99,27 @@ class Components:
     self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
   ) -> None:
     self.close()
+
+
+def _embedded_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
+  return Engine(
+    model=models.cached_policy(config.policy),
+    make_env=functools.partial(BothSplits, domain),
+    tokenizer=domain.tokenizer,
+    config=config.engine,
+    seed=config.seed,
+  )
+
+
+def _remote_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
+  from sao_jax.rollout.remote import RemoteEngine  # needs the extra `serve`
+
+  return RemoteEngine(
+    remote=config.remote,
+    save_weights=lambda params, folder: models.save_hf(folder, config.policy, params),
+    make_env=functools.partial(BothSplits, domain),
+    tokenizer=domain.tokenizer,
+    config=config.engine,
+    seed=config.seed,
+  )
 

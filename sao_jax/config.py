@@ -13,6 +13,7 @@ from sao_jax.learner import algorithms
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
 from sao_jax.models.config import ModelConfig
 from sao_jax.rollout.config import EngineConfig
+from sao_jax.rollout.remote_config import RemoteConfig
 from sao_jax.sharding.mesh import MeshConfig
 
 Schedule = Literal["async", "sync", "lagged"]
@@ -126,6 +127,8 @@ class RunConfig:
   warm_start: WarmStartConfig = WarmStartConfig()
   learner: LearnerConfig
   engine: EngineConfig = EngineConfig()
+  remote: RemoteConfig = RemoteConfig()
+  """A server that generates the rollouts, in place of the embedded engine."""
   env: EnvConfig = EnvConfig()
   mesh: MeshConfig = MeshConfig(data=1)
   """One device: the loop does not put its stages on a larger mesh yet (`sharding.jit_step` does it for a learner
@@ -175,13 +178,15 @@ class RunConfig:
     _require(lagged or switch is None, "lag_switch_chunks", switch, "None unless lagged")
     _require(switch is None or switch >= 1, "lag_switch_chunks", switch, ">= 1 or None")
     _require(self.lag <= self.max_staleness, "lag", self.lag, f"at most max_staleness = {self.max_staleness}")
+    counted = switch is None or self.remote.url is None
+    _require(counted, "lag_switch_chunks", switch, "None with a remote.url: a server's decode chunks are not counted")
     capacity = self.queue_capacity
     enough = capacity is None or capacity >= self.batch_size
     _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
 
 
 MAY_DIFFER = frozenset({
-  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "warm_start.log_every", "warm_start.save_every",
+  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "remote", "warm_start.log_every", "warm_start.save_every",
   "engine.max_failed_share",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""

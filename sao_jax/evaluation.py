@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from sao_jax.rollout.engine import Engine
+from sao_jax.rollout.engine import RolloutEngine
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.types import Domain, Environment, Params, Step, Trajectory
 
@@ -58,7 +58,9 @@ class BothSplits(Environment):
       self._eval.close()
 
 
-def evaluate(engine: Engine, domain: Domain, params: Params, *, num_episodes: int, version: int = 0) -> Evaluation:
+def evaluate(
+  engine: RolloutEngine, domain: Domain, params: Params, *, num_episodes: int, version: int = 0
+) -> Evaluation:
   """Runs one episode on each of the first `num_episodes` held-out tasks.
 
   Args:

@@ -264,6 +264,25 @@ class AsyncEngine(Protocol):
     ...
 
 
+class RolloutEngine(AsyncEngine, Protocol):
+  """What a whole run needs of an engine: the embedded one, or one on a server."""
+
+  def generate(
+    self,
+    weights: ParamsFor | WeightStore,
+    requests: Iterable[EpisodeRequest],
+    *,
+    seed: int | None = None,
+    on_failure: Callable[[EpisodeRequest], None] | None = None,
+  ) -> Iterator[Trajectory]:
+    """As `Engine.generate`."""
+    ...
+
+  def close(self) -> None:
+    """As `Engine.close`."""
+    ...
+
+
 class EngineThread:
   """Runs an engine's `run` on a thread of its own, and brings its exceptions back.
 

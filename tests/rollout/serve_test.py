@@ -1,0 +1,381 @@
+"""The server: answers in both protocols, weights, aborts, limits, and what it refuses."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import http.client
+import json
+import socket
+import threading
+import time
+import urllib.parse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sao_jax import models
+from sao_jax.rollout import EngineConfig, serve
+from sao_jax.rollout.completions import Completions
+from sao_jax.rollout.server import ServerConfig
+from tests.models.tiny import dense, policy_params
+from tests.rollout.fakes import POLICY, STOP, VOCAB, CharTokenizer, log_softmax, make_params, reference_logits
+from tests.rollout.http_server import ENGINE, Process, call, save_table, serving
+
+PARAMS = [make_params(i) for i in range(3)]
+ENDLESS = make_params(0, stop_bias=-99.0)
+PROMPT = [3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def weights_root(tmp_path_factory):
+  root = tmp_path_factory.mktemp("weights")
+  for i, params in enumerate(PARAMS):
+    save_table(params, root / f"v{i}")
+  return root
+
+
+@pytest.fixture(scope="module")
+def url(weights_root):
+  with serving(weights_root=weights_root, max_body_bytes=20_000) as address:
+    yield address
+
+
+@pytest.fixture(scope="module")
+def endless(weights_root):
+  with serving(params=ENDLESS, weights_root=weights_root, max_requests=8) as address:
+    yield address
+
+
+def assert_true(params, prompt, tokens, logp):
+  for i, token in enumerate(tokens):
+    context = np.array([*prompt, *tokens[:i]])
+    np.testing.assert_allclose(logp[i], log_softmax(reference_logits(params, context))[token], atol=1e-4)
+
+
+def sglang(url, prompt=PROMPT, **sampling):
+  return call(f"{url}/generate", {"input_ids": prompt, "return_logprob": True, "sampling_params": sampling})
+
+
+def openai(url, prompt=PROMPT, **fields):
+  return call(f"{url}/v1/completions", {"prompt": prompt, "logprobs": 0, "return_token_ids": True, **fields})
+
+
+def test_both_protocols_return_ids_log_probs_and_the_weights_name(url):
+  status, answer = openai(url, max_tokens=9, seed=5, temperature=1.0, stop_token_ids=[STOP], user="me")
+  assert status == 200
+  choice = answer["choices"][0]
+  assert choice["prompt_token_ids"] == PROMPT and 1 <= len(choice["token_ids"]) <= 9
+  assert answer["usage"] == {
+    "prompt_tokens": 3, "completion_tokens": len(choice["token_ids"]), "total_tokens": 3 + len(choice["token_ids"]),
+  }
+  assert choice["finish_reason"] == ("stop" if choice["token_ids"][-1] == STOP else "length")
+  assert_true(PARAMS[0], PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+  assert choice["logprobs"]["tokens"][0] == f"token_id:{choice['token_ids'][0]}"
+
+  status, other = sglang(url, max_new_tokens=9, sampling_seed=5)
+  meta = other["meta_info"]
+  assert status == 200 and other["output_ids"] == choice["token_ids"]  # the same seed, prompt and weights
+  assert [x[0] for x in meta["output_token_logprobs"]] == choice["logprobs"]["token_logprobs"]
+  assert [x[1] for x in meta["output_token_logprobs"]] == other["output_ids"]
+  assert meta["finish_reason"]["type"] == choice["finish_reason"] and meta["weight_version"] == "default"
+  assert meta["prompt_tokens"] == 3 and meta["completion_tokens"] == len(other["output_ids"])
+
+  plain = call(f"{url}/v1/completions", {"prompt": PROMPT})[1]["choices"][0]
+  assert plain["logprobs"] is None and plain["token_ids"] is None
+  assert len({json.dumps(sglang(url, max_new_tokens=9)[1]["output_ids"]) for _ in range(8)}) > 1  # no seed
+
+
+def test_many_at_once_are_each_their_own(url):
+  prompts = [[2 + i % 15, 3, 4 + i % 7] for i in range(24)]
+  with concurrent.futures.ThreadPoolExecutor(24) as pool:
+    answers = list(pool.map(lambda i: sglang(url, prompts[i], max_new_tokens=3 + i, sampling_seed=i), range(24)))
+  for i, (status, answer) in enumerate(answers):
+    assert status == 200 and len(answer["output_ids"]) <= 3 + i
+    assert_true(
+      PARAMS[0], prompts[i], answer["output_ids"], [x[0] for x in answer["meta_info"]["output_token_logprobs"]]
+    )
+
+
+def test_text_in_and_out():
+  with serving(tokenizer=CharTokenizer()) as url:
+    status, answer = openai(url, "cdef", max_tokens=7, seed=3)
+    choice = answer["choices"][0]
+    assert status == 200 and choice["prompt_token_ids"] == [2, 3, 4, 5]
+    assert choice["text"] == CharTokenizer().decode(choice["token_ids"]) == "".join(choice["logprobs"]["tokens"])
+    body = {"text": "cdef", "sampling_params": {"max_new_tokens": 7, "sampling_seed": 3}}
+    other = call(f"{url}/generate", body)[1]
+    assert other["text"] == choice["text"] and other["output_ids"] == choice["token_ids"]
+    assert "output_token_logprobs" not in other["meta_info"]
+
+
+def test_information(url):
+  assert call(f"{url}/health") == (200, None)
+  models_ = call(f"{url}/v1/models")[1]
+  assert [x["id"] for x in models_["data"]] == ["tiny"] and models_["data"][0]["max_model_len"] == 256
+  assert call(f"{url}/model_info")[1]["weight_version"] == "default"
+  assert call(f"{url}/weight_info")[1]["weight_version"] == "default"
+
+
+def test_an_abort_returns_what_is_there(endless):
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    body = {"input_ids": PROMPT, "rid": "one", "return_logprob": True, "sampling_params": {"max_new_tokens": 240}}
+    running = pool.submit(call, f"{endless}/generate", body)
+    deadline = time.monotonic() + 60
+    while not running.done() and time.monotonic() < deadline:
+      call(f"{endless}/abort_request", {"rid": "another"})
+      assert call(f"{endless}/abort_request", {"rid": "one"})[0] == 200
+      time.sleep(0.005)
+    status, answer = running.result()
+  assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
+  assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 240
+  assert call(f"{endless}/abort_request", {"abort_all": True})[0] == 200
+  assert len(sglang(endless, max_new_tokens=5)[1]["output_ids"]) == 5
+
+
+def test_pause_aborts_what_runs_and_holds_back_what_comes(endless):
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    before = [pool.submit(openai, endless, max_tokens=253, seed=i) for i in range(6)]
+    time.sleep(0.05)
+    assert call(f"{endless}/pause?mode=abort", {})[0] == 200
+    answers = [x.result(30)[1]["choices"][0] for x in before]
+    assert any(x["finish_reason"] == "abort" for x in answers)
+    after = pool.submit(openai, endless, max_tokens=3)
+    time.sleep(0.2)
+    assert not after.done()
+    assert call(f"{endless}/resume", {})[0] == 200
+    assert after.result(30)[1]["choices"][0]["finish_reason"] == "length"
+  assert call(f"{endless}/pause_generation", {"mode": "abort"})[0] == 200
+  assert call(f"{endless}/continue_generation", {})[0] == 200
+  assert "mode must be abort or wait; received keep" in call(f"{endless}/pause?mode=keep", {})[1]["error"]["message"]
+  assert call(f"{endless}/pause?hurry=1", {})[0] == 400
+
+
+def test_a_client_that_leaves_frees_its_slot(endless):
+  parts = urllib.parse.urlsplit(endless)
+  body = json.dumps({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 250}}).encode()
+  for _ in range(12):  # more than the server takes at once
+    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+      head = ["POST /generate HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+      connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
+  deadline = time.monotonic() + 30
+  while sglang(endless, max_new_tokens=2)[0] != 200:
+    assert time.monotonic() < deadline
+
+
+def test_weights_change_between_completions_never_within_one(weights_root):
+  done = []
+  with serving(weights_root=weights_root) as url, concurrent.futures.ThreadPoolExecutor(6) as pool:
+    stop = threading.Event()
+
+    def ask(seed):
+      while not stop.is_set():
+        done.append(sglang(url, max_new_tokens=250, sampling_seed=seed)[1])
+
+    asking = [pool.submit(ask, i) for i in range(6)]
+    try:
+      for i in (1, 2, 0, 1):
+        time.sleep(0.1)
+        body = {"model_path": f"v{i}", "weight_version": f"w{i}", "abort_all_requests": i % 2 == 0}
+        status, answer = call(f"{url}/update_weights_from_disk", body)
+        assert (status, answer["success"]) == (200, True)
+        assert call(f"{url}/model_info")[1]["weight_version"] == f"w{i}"
+      time.sleep(0.1)
+    finally:
+      stop.set()
+    for x in asking:
+      x.result(60)
+    # vLLM's way: load, then name.
+    for path, body in (
+      ("/pause?mode=wait", {}),
+      ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights_root / "v2")}}),
+      ("/update_weight_version", {"new_version": "w2"}),
+      ("/resume", {}),
+    ):
+      assert call(f"{url}{path}", body)[0] == 200
+    done.append(sglang(url, max_new_tokens=9)[1])
+  assert {x["meta_info"]["weight_version"] for x in done} >= {"default", "w1", "w2"}
+  by_label = {"default": PARAMS[0], "w0": PARAMS[0], "w1": PARAMS[1], "w2": PARAMS[2]}
+  for x in done:
+    logp = [entry[0] for entry in x["meta_info"]["output_token_logprobs"]]
+    assert_true(by_label[x["meta_info"]["weight_version"]], PROMPT, x["output_ids"], logp)
+
+
+REFUSED = {
+  "no_prompt": ("/v1/completions", {}, 400, "prompt is required"),
+  "empty_prompt": ("/generate", {"input_ids": []}, 400, "1 to 255 tokens; received 0"),
+  "long_prompt": ("/generate", {"input_ids": [3] * 256}, 400, "1 to 255 tokens; received 256"),
+  "id_too_large": ("/generate", {"input_ids": [3, VOCAB]}, 400, f"ids in [0, {VOCAB}); received [{VOCAB}]"),
+  "id_negative": ("/v1/completions", {"prompt": [-1]}, 400, "received [-1]"),
+  "id_bool": ("/v1/completions", {"prompt": [True]}, 400, "prompt must be a list of token ids"),
+  "id_float": ("/v1/completions", {"prompt": [1.0]}, 400, "prompt must be a list of token ids"),
+  "batch": ("/v1/completions", {"prompt": [[3], [4]]}, 400, "prompt must be a list of token ids"),
+  "text": ("/v1/completions", {"prompt": "hello"}, 400, "this server has no tokenizer"),
+  "unknown": ("/v1/completions", {"prompt": [3], "guided_regex": "a"}, 400, "unknown field guided_regex"),
+  "unknown_nested": ("/generate", {"input_ids": [3], "sampling_params": {"beams": 2}}, 400, "sampling_params.beams"),
+  "n": ("/v1/completions", {"prompt": [3], "n": 2}, 400, "n must be 1; received 2"),
+  "stream": ("/v1/completions", {"prompt": [3], "stream": True}, 400, "stream must be false; received true"),
+  "top_p": ("/v1/completions", {"prompt": [3], "top_p": 0.8}, 400, "top_p must be 1"),
+  "stop_text": ("/v1/completions", {"prompt": [3], "stop": ["x"]}, 400, "stop must be []"),
+  "temperature": ("/v1/completions", {"prompt": [3], "temperature": 0.7}, 400, "temperature must be 1.0"),
+  "hot": ("/v1/completions", b'{"prompt": [3], "temperature": NaN}', 400, "NaN is not JSON"),
+  "stop_ids": ("/v1/completions", {"prompt": [3], "stop_token_ids": [7]}, 400, "stop_token_ids must be [1]"),
+  "zero_tokens": ("/v1/completions", {"prompt": [3], "max_tokens": 0}, 400, "max_tokens must be an integer in [1,"),
+  "many_tokens": ("/v1/completions", {"prompt": [3], "max_tokens": 257}, 400, "max_tokens must be in [1, 256]"),
+  "seed": ("/v1/completions", {"prompt": [3], "seed": 2**64}, 400, "seed must be an integer"),
+  "model": ("/v1/completions", {"prompt": [3], "model": "gpt"}, 404, "model must be tiny; received gpt"),
+  "logprobs": ("/v1/completions", {"prompt": [3], "logprobs": 5}, 400, "logprobs must be an integer in [0, 0]"),
+  "not_an_object": ("/generate", [1, 2], 400, "must be a JSON object; received list"),
+  "not_json": ("/generate", b"{", 400, "the body must be JSON"),
+  "not_utf8": ("/generate", b"\xff\xfe{", 400, "the body must be JSON"),
+  "deep": ("/generate", b"[" * 10_000, 400, "the body must be JSON"),
+  "digits": ("/generate", b"1" * 9_000, 400, "the body must be JSON"),
+  "huge": ("/generate", {"input_ids": [3] * 10_000}, 413, "too large"),
+  "escape": ("/update_weights_from_disk", {"model_path": "../x"}, 403, "must lie below"),
+  "elsewhere": ("/update_weights_from_disk", {"model_path": "/etc"}, 403, "must lie below"),
+  "null": ("/update_weights_from_disk", {"model_path": "a\0b"}, 400, "must be a folder"),
+  "no_path": ("/update_weights_from_disk", {}, 400, "model_path is required"),
+  "no_folder": ("/update_weights_from_disk", {"model_path": "v9"}, 400, "must be a folder; received v9"),
+  "format": ("/update_weights_from_disk", {"model_path": "v1", "load_format": "pt"}, 400, 'load_format must be "auto"'),
+  "rpc": ("/collective_rpc", {"method": "__reduce__"}, 400, "method must be reload_weights; received __reduce__"),
+  "rpc_args": ("/collective_rpc", {"method": "reload_weights", "args": ["x"]}, 400, "args must be []"),
+  "get_only": ("/health", {}, 405, "POST /health"),
+  "nowhere": ("/v1/chat/completions", {}, 404, "POST /v1/chat/completions"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_and_named(url, case):
+  path, body, status, message = REFUSED[case]
+  received, answer = call(f"{url}{path}", body)
+  assert received == status, answer
+  assert message in (answer["message"] if path == "/update_weights_from_disk" and "message" in answer
+                     else answer["error"]["message"])  # fmt: skip
+
+
+def test_refused_before_it_is_read(url, weights_root):
+  assert call(f"{url}/nothing", method="GET") == call(f"{url}/nothing")
+  assert call(f"{url}/nothing")[0] == 404
+  assert call(f"{url}/generate")[0] == 405
+  status, answer = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Type": "text/plain"})
+  assert status == 415 and "application/json" in answer["error"]["message"]
+  outside = weights_root.parent / "outside"
+  save_table(PARAMS[1], outside)
+  (weights_root / "link").symlink_to(outside)
+  assert call(f"{url}/update_weights_from_disk", {"model_path": "link"})[0] == 403
+  (weights_root / "bad").mkdir()
+  (weights_root / "bad" / "params.npz").write_bytes(b"not a file of numbers")
+  status, answer = call(f"{url}/update_weights_from_disk", {"model_path": "bad"})
+  assert status == 400 and not answer["success"] and "cannot be loaded" in answer["message"]
+  assert call(f"{url}/model_info")[1]["weight_version"] == "default"
+  assert sglang(url, max_new_tokens=2)[0] == 200
+
+
+def test_without_a_root_weights_cannot_be_changed():
+  with serving() as url:
+    status, answer = call(f"{url}/update_weights_from_disk", {"model_path": "/tmp"})
+  assert status == 403 and "started without" in answer["message"]
+
+
+def test_too_many_at_once_are_turned_away_but_control_is_not(endless):
+  assert call(f"{endless}/pause", {})[0] == 200
+  with concurrent.futures.ThreadPoolExecutor(12) as pool:
+    asked = [pool.submit(sglang, endless, max_new_tokens=2) for _ in range(12)]
+    done, waiting = concurrent.futures.wait(asked, timeout=2)
+    assert len(done) == 4 and len(waiting) == 8
+    for x in done:
+      status, answer = x.result()
+      assert status == 503 and "8 requests are running already" in answer["error"]["message"]
+    assert call(f"{endless}/resume", {})[0] == 200
+    assert [x.result(30)[0] for x in waiting] == [200] * 8
+
+
+def test_a_body_that_does_not_arrive_ends():
+  with serving(body_timeout_s=0.3) as url:
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+    connection.putrequest("POST", "/generate")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", "100")
+    connection.endheaders(b'{"input_ids"')
+    response = connection.getresponse()
+    assert response.status == 408
+    connection.close()
+
+
+def test_loopback_by_default_and_bad_settings(url, tmp_path):
+  assert ServerConfig().host == "127.0.0.1"
+  assert urllib.parse.urlsplit(url).hostname == "127.0.0.1"
+  for changes in ({"port": -1}, {"max_body_bytes": 0}, {"max_requests": 0}, {"weights_root": tmp_path / "none"}):
+    with pytest.raises(ValueError, match="received"):
+      ServerConfig(**changes)
+
+
+def test_what_the_engine_fails_with_is_an_error_not_an_answer():
+  broken = {**PARAMS[0], "table": PARAMS[0]["table"] * jnp.nan}
+  with serving(params=broken) as url:
+    status, answer = sglang(url, max_new_tokens=4)
+  assert status == 500 and "RuntimeError" in answer["error"]["message"]
+
+
+def test_updates_need_a_pause_and_the_end_is_told():
+  with Completions(
+    model=POLICY, params=ENDLESS, label="a", vocab_size=VOCAB, stop_ids=(STOP,), config=ENGINE
+  ) as completions:
+    with pytest.raises(RuntimeError, match="only while paused"):
+      completions.update(PARAMS[1], "b")
+    job = completions.submit(PROMPT, max_tokens=250)
+  with pytest.raises(RuntimeError, match="the engine was stopped"):
+    job.result.result(30)
+
+
+def test_the_command_serves_a_checkpoint(tmp_path):
+  config = dense()
+  params = policy_params(config)
+  other = jax.tree.map(lambda x: x + 0.05, params)
+  models.save_hf(tmp_path / "checkpoint", config, params)
+  models.save_hf(tmp_path / "weights" / "other", config, other)
+  models.save_hf(tmp_path / "weights" / "kind", dataclasses.replace(config, rope_theta=7.0), params)
+  common = [f"--checkpoint={tmp_path / 'checkpoint'}", "--port=0", "--num_slots=2", "--max_len=64"]
+  with pytest.raises(SystemExit, match=r"--stop_ids must be ids below 40, comma-separated; received \(\)"):
+    serve.main(common)
+  server = Process(*common, "--stop_ids=7", f"--weights_root={tmp_path / 'weights'}", log=tmp_path / "log")
+  try:
+    assert urllib.parse.urlsplit(server.url).hostname == "127.0.0.1"
+    logits = jax.jit(models.policy_logits(config))
+    for label, weights in (("default", params), ("new", other)):
+      status, answer = sglang(server.url, [3, 9, 11], max_new_tokens=12, stop_token_ids=[7])
+      assert status == 200 and answer["meta_info"]["weight_version"] == label
+      tokens = [3, 9, 11, *answer["output_ids"]]
+      padded = jnp.array([tokens + [0] * (15 - len(tokens))])
+      logp = jax.nn.log_softmax(logits(weights, padded)[0])
+      expected = [float(logp[2 + i, token]) for i, token in enumerate(answer["output_ids"])]
+      received = [x[0] for x in answer["meta_info"]["output_token_logprobs"]]
+      np.testing.assert_allclose(received, expected, atol=1e-4)
+      if label == "default":
+        status, answer = call(f"{server.url}/update_weights_from_disk", {"model_path": "kind"})
+        assert status == 400 and "must be of the served model" in answer["message"]
+        body = {"model_path": str(tmp_path / "weights" / "other"), "weight_version": "new"}
+        assert call(f"{server.url}/update_weights_from_disk", body)[0] == 200
+    assert server.stop() == 0
+  finally:
+    server.kill()
+
+
+def test_stop_ids_come_from_the_checkpoint(tmp_path):
+  assert serve.stop_ids_of(tmp_path) == ()
+  (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+  assert serve.stop_ids_of(tmp_path) == (5,)
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+  assert serve.stop_ids_of(tmp_path) == (6, 7)
+
+
+def test_engine_config_of_completions_leaves_the_device_settings():
+  config = EngineConfig(num_slots=3, max_len=100, temperature=0.5)
+  completions = Completions(
+    model=POLICY, params=PARAMS[0], label="a", vocab_size=VOCAB, stop_ids=(STOP,), config=config
+  )
+  assert (completions.config.num_slots, completions.config.temperature) == (3, 0.5)
+  assert completions.config.max_turns == 1 and completions.config.env_workers == 0
