@@ -186,8 +186,8 @@ class RunConfig:
 
 
 MAY_DIFFER = frozenset({
-  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "remote", "warm_start.log_every", "warm_start.save_every",
-  "engine.max_failed_share",
+  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "remote", "warm_start.log_every",
+  "warm_start.save_every", "engine.max_failed_share",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
 
