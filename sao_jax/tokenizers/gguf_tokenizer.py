@@ -1,0 +1,66 @@
+"""Tokenizer and chat template out of a GGUF file's metadata, through the optional `gguf` package."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sao_jax.tokenizers.chat_template import ChatTemplate
+from sao_jax.tokenizers.hf_tokenizer import HFTokenizer
+
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are found in text as wholes
+_SPLITS = ("gpt-2", "smollm")
+
+
+def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, ChatTemplate]:
+  """The tokenizer of a GGUF file, stopping at its end-of-sequence token, and its chat template.
+
+  Args:
+    path: a file with a byte-level BPE vocabulary (`tokenizer.ggml.model` "gpt2") whose text is split as by GPT-2, or
+      that and digits one by one (`tokenizer.ggml.pre` "gpt-2", "smollm").
+
+  Raises:
+    ValueError: another vocabulary or split, or no chat template; the message names it.
+  """
+  import gguf
+
+  fields = gguf.GGUFReader(os.fspath(path)).fields
+
+  def get(name: str) -> Any:
+    if name not in fields:
+      raise ValueError(f"{os.fspath(path)} lacks {name}.")
+    return fields[name].contents()
+
+  model, split = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre")
+  if model != "gpt2" or split not in _SPLITS:
+    raise ValueError(
+      f"{os.fspath(path)}: the tokenizer must be a 'gpt2' vocabulary with a split of {', '.join(_SPLITS)}; "
+      f"received {model!r} with {split!r}."
+    )
+  tokens = get("tokenizer.ggml.tokens")
+  serialized = _serialize(tokens, get("tokenizer.ggml.merges"), get("tokenizer.ggml.token_type"), split)
+  stop = tokens[int(get("tokenizer.ggml.eos_token_id"))]
+  tokenizer = HFTokenizer(serialized, stop_tokens=[stop])
+  variables = {"eos_token": stop, "bos_token": tokens[int(get("tokenizer.ggml.bos_token_id"))]}
+  template = ChatTemplate(
+    get("tokenizer.chat_template"), stop_tokens=[stop], control_tokens=tokenizer.control_tokens, variables=variables
+  )
+  return tokenizer, template
+
+
+def _serialize(tokens: list[str], merges: list[str], types: list[int], split: str) -> str:
+  """The vocabulary in the form of a `tokenizer.json`."""
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers
+
+  pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+  backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+  words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  digits = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
+  backend.pre_tokenizer = pre_tokenizers.Sequence([*digits, words])
+  backend.decoder = decoders.ByteLevel()
+  for token, kind in zip(tokens, types, strict=True):
+    if kind in (_CONTROL, _USER_DEFINED):
+      added = tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
+      (backend.add_special_tokens if kind == _CONTROL else backend.add_tokens)([added])
+  return backend.to_str()
