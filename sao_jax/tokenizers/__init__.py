@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sao_jax.tokenizers.chat import Chat as Chat
 from sao_jax.tokenizers.chat_template import ChatTemplate as ChatTemplate
 from sao_jax.tokenizers.gguf_tokenizer import load_gguf_tokenizer as load_gguf_tokenizer
 from sao_jax.tokenizers.hf_tokenizer import HFTokenizer as HFTokenizer
@@ -12,6 +13,6 @@ from sao_jax.tokenizers.tool_calls import parse as parse_tool_calls
 from sao_jax.tokenizers.tool_calls import style_of as tool_call_style
 
 __all__ = [
-  "ChatTemplate", "HFTokenizer", "MathTokenizer", "ParsedAction", "ToolCall", "load_gguf_tokenizer",
+  "Chat", "ChatTemplate", "HFTokenizer", "MathTokenizer", "ParsedAction", "ToolCall", "load_gguf_tokenizer",
   "parse_tool_calls", "tool_call_style",
 ]  # fmt: skip

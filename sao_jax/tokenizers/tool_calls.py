@@ -43,16 +43,9 @@ class ParsedAction:
   """Why what looks like a call is none; for the model to read. Then there are no calls."""
 
 
-def style_of(template: str) -> Style:
-  """The style that a chat template teaches, read off its source.
-
-  Raises:
-    ValueError: it shows no tool call of a known style.
-  """
-  for sign, style in _SIGNS:
-    if sign in template:
-      return style
-  raise ValueError(f"the chat template shows no tool calls of a known style ({', '.join(get_args(Style))}).")
+def style_of(template: str) -> Style | None:
+  """The style that a chat template teaches, read off its source; None if it shows no calls of a known style."""
+  return next((style for sign, style in _SIGNS if sign in template), None)
 
 
 _SIGNS: tuple[tuple[str, Style], ...] = (
@@ -76,9 +69,7 @@ def parse(
   """
   if style not in get_args(Style):
     raise ValueError(f"style must be one of {', '.join(get_args(Style))}; received {style!r}.")
-  for token in stop_tokens:
-    text = text.removesuffix(token)
-  text = _THOUGHT.sub("", text).strip()
+  text = content(text, stop_tokens)
   schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
   try:
     calls = tuple(_calls(text, style, schemas))
@@ -90,6 +81,13 @@ def parse(
   if calls:
     text = "" if style == "json" else _TAGGED.sub("", text).strip()
   return ParsedAction(content=text, calls=calls)
+
+
+def content(text: str, stop_tokens: Sequence[str] = ()) -> str:
+  """What an action says: without the stop tokens at its end and its thought (up to `</think>`); stripped."""
+  for token in stop_tokens:
+    text = text.removesuffix(token)
+  return _THOUGHT.sub("", text).strip()
 
 
 def _calls(text: str, style: Style, schemas: Mapping[str, Any]) -> Iterator[ToolCall]:

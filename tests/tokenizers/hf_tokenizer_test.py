@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sao_jax.tokenizers import ChatTemplate, HFTokenizer, quoting
+from sao_jax.tokenizers import Chat, ChatTemplate, HFTokenizer, quoting
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|observation|>", "<|assistant|>")
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -204,3 +204,23 @@ def test_tokenizer_that_adds_spaces_is_refused():
 
 def test_vocab_size_counts_added_tokens(tokenizer, serialized):
   assert tokenizer.vocab_size == tokenizers.Tokenizer.from_str(serialized).get_vocab_size()
+
+
+def test_chat_reads_a_directory(directory):
+  write(directory, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": CHATML})
+  chat = Chat.load(directory, enable_thinking=False)
+  tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+  question = [{"role": "user", "content": "x"}]
+  assert chat.style == "json_tags"
+  assert '"name": "f"' in chat.prompt(question, [tool]) and '"name": "f"' not in chat.prompt(question)
+  assert chat.prompt(question).endswith("</think>\n\n")
+  call = '<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>'
+  assert chat.parse(call, [tool]).calls[0].name == "f"
+  assert chat.parse(call).calls == ()
+  assert chat.between([{"role": "tool", "content": "4"}], ended_with=call).startswith("\n<|im_start|>user\n<tool_resp")
+
+
+def test_template_without_calls_offers_no_tools(directory):
+  write(directory, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"})
+  with pytest.raises(ValueError, match="teaches no tool calls"):
+    Chat.load(directory).prompt([{"role": "user", "content": "x"}], [{"function": {"name": "f"}}])

@@ -1,0 +1,153 @@
+"""Questions to a chat model, with or without a Python tool, in the checkpoint's own template and form of tool calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from sao_jax.envs import base
+
+PYTHON_TOOL: Final[Mapping[str, Any]] = {
+  "type": "function",
+  "function": {
+    "name": "python",
+    "description": "Runs Python code and returns what it prints. Variables stay from call to call.",
+    "parameters": {
+      "type": "object",
+      "properties": {"code": {"type": "string", "description": "The code to run."}},
+      "required": ["code"],
+    },
+  },
+}
+
+
+class Call(Protocol):
+  """A tool call of an action."""
+
+  @property
+  def name(self) -> str: ...
+
+  @property
+  def arguments(self) -> Mapping[str, Any]: ...
+
+
+class Parsed(Protocol):
+  """An action taken apart; see `tokenizers.ParsedAction`."""
+
+  @property
+  def content(self) -> str: ...
+
+  @property
+  def calls(self) -> Sequence[Call]: ...
+
+  @property
+  def error(self) -> str | None: ...
+
+
+class ChatFormat(Protocol):
+  """What writes prompts and reads actions; `tokenizers.Chat` is one."""
+
+  def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str: ...
+
+  def between(self, messages: Sequence[Mapping[str, Any]], *, ended_with: str) -> str: ...
+
+  def parse(self, action: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+  """One task."""
+
+  messages: Sequence[Mapping[str, Any]]
+  """The conversation up to the model's first action."""
+  score: Callable[[str], float]
+  """Of the final answer's text (what the last action says besides its thought), in [0, 1]; it is the reward."""
+
+
+class ChatEnv(base.Environment):
+  """One episode: a question; actions that call the tool, answered by what it prints; an action without a call, the
+  answer, which ends it.
+
+  A malformed call is answered by what is wrong with it. Without an answer after `max_turns` actions the episode is
+  truncated, with reward 0 (calls of the last turn are not run).
+
+  Args:
+    chat: the checkpoint's conversation.
+    question: `(task_index) -> Question`; the same index, the same question.
+    tool: runs Python; one session per episode, opened at its first call. None: no tool is on offer.
+    max_turns: actions per episode, at least 1.
+    success_threshold: score from which an episode counts as a success.
+  """
+
+  def __init__(
+    self,
+    chat: ChatFormat,
+    question: Callable[[int], Question],
+    tool: base.Tool | None,
+    *,
+    max_turns: int,
+    success_threshold: float = 1.0,
+  ):
+    if max_turns < 1:
+      raise ValueError(f"max_turns must be at least 1; received {max_turns!r}.")
+    self._chat = chat
+    self._make_question = question
+    self._tool = tool
+    self._tools = () if tool is None else (PYTHON_TOOL,)
+    self._max_turns = max_turns
+    self._success_threshold = success_threshold
+    self._stack = contextlib.ExitStack()
+    self._session: base.ToolSession | None = None
+    self._question: Question | None = None
+    self._turns = self._calls = self._errors = 0
+
+  def reset(self, task_index: int) -> str:
+    self._end_episode()
+    self._question = self._make_question(task_index)
+    self._turns = self._calls = self._errors = 0
+    return self._chat.prompt(self._question.messages, self._tools)
+
+  def step(self, action: str) -> base.Step:
+    if self._question is None:
+      raise RuntimeError("step was called before reset, or after the episode's end.")
+    self._turns += 1
+    parsed = self._chat.parse(action, self._tools)
+    if not parsed.calls and parsed.error is None:
+      return self._done(float(self._question.score(parsed.content)), truncated=False)
+    if self._turns >= self._max_turns:
+      return self._done(0.0, truncated=True)
+    if parsed.error is not None:
+      self._errors += 1
+      results = [parsed.error]
+    else:
+      results = [self._run(call) for call in parsed.calls]
+    messages = [{"role": "tool", "content": text} for text in results]
+    return base.Step(observation=self._chat.between(messages, ended_with=action))
+
+  def close(self) -> None:
+    self._end_episode()
+
+  def _run(self, call: Call) -> str:
+    code = call.arguments.get("code")
+    if not isinstance(code, str) or len(call.arguments) != 1:
+      self._errors += 1
+      return f"error: python takes one argument, code, a string; received {sorted(call.arguments)}."
+    if self._session is None:
+      assert self._tool is not None
+      self._session = self._stack.enter_context(self._tool.session())
+    self._calls += 1
+    return self._session.run(code)
+
+  def _done(self, score: float, *, truncated: bool) -> base.Step:
+    self._end_episode()
+    info = {
+      "success": not truncated and score >= self._success_threshold, "turns": self._turns, "tool_calls": self._calls,
+      "tool_errors": self._errors,
+    }  # fmt: skip
+    return base.Step(reward=score, done=True, truncated=truncated, info=info)
+
+  def _end_episode(self) -> None:
+    self._question = self._session = None
+    self._stack.close()

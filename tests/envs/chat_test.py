@@ -1,0 +1,135 @@
+"""The chat environment with real templates and a real interpreter's stand-in, in each style of tool calls."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from sao_jax.envs.chat import PYTHON_TOOL, ChatEnv, Question
+from sao_jax.tokenizers import ParsedAction, ToolCall
+
+
+class PlainChat:
+  """Calls are `!code`; everything is written out so that a test can read it."""
+
+  def prompt(self, messages, tools=()):
+    return f"{[m['content'] for m in messages]} {[t['function']['name'] for t in tools]}>"
+
+  def between(self, messages, *, ended_with):
+    return f"{[(m['role'], m['content']) for m in messages]} after {ended_with}>"
+
+  def parse(self, action, tools=()):
+    if tools and action.startswith("!!"):
+      return ParsedAction(content=action, error="malformed tool call: !!")
+    if tools and action.startswith("!"):
+      codes = action[1:].split("!")
+      return ParsedAction(content="", calls=tuple(ToolCall(name="python", arguments={"code": c}) for c in codes))
+    if tools and action == "odd":
+      return ParsedAction(content="", calls=(ToolCall(name="python", arguments={"cod": 1}),))
+    return ParsedAction(content=action)
+
+
+class Recorder:
+  """A tool that says what it was given; sessions are counted."""
+
+  def __init__(self):
+    self.opened = self.closed = 0
+
+  @contextlib.contextmanager
+  def session(self):
+    self.opened += 1
+    seen = []
+
+    class Session:
+      def run(self, code):
+        seen.append(code)
+        return f"ran {','.join(seen)}"
+
+    yield Session()
+    self.closed += 1
+
+
+def question(task_index):
+  messages = [{"role": "user", "content": f"q{task_index}"}]
+  return Question(messages=messages, score=lambda text: float(text == "right") / 2)
+
+
+def make(tool=None, **options):
+  return ChatEnv(PlainChat(), question, tool, **{"max_turns": 3} | options)
+
+
+def test_calls_then_an_answer():
+  tool = Recorder()
+  env = make(tool)
+  assert env.reset(7) == "['q7'] ['python']>"
+  assert env.step("!1!2").observation == "[('tool', 'ran 1'), ('tool', 'ran 1,2')] after !1!2>"
+  assert env.step("!3").observation == "[('tool', 'ran 1,2,3')] after !3>"
+  step = env.step("right")
+  assert step.done and step.reward == 0.5 and not step.truncated and step.observation == ""
+  assert step.info == {"success": False, "turns": 3, "tool_calls": 3, "tool_errors": 0}
+  assert (tool.opened, tool.closed) == (1, 1)
+
+
+def test_threshold_decides_success():
+  env = make(success_threshold=0.5)
+  env.reset(0)
+  assert env.step("right").info["success"]
+  env.reset(0)
+  assert not env.step("wrong").info["success"]
+
+
+def test_malformed_calls_are_answered_and_counted():
+  env = make(Recorder())
+  env.reset(0)
+  assert env.step("!!").observation == "[('tool', 'malformed tool call: !!')] after !!>"
+  assert "python takes one argument, code, a string; received ['cod']" in env.step("odd").observation
+  assert env.step("right").info["tool_errors"] == 2
+
+
+@pytest.mark.parametrize("last", ["!1", "!!"])
+def test_out_of_turns(last):
+  tool = Recorder()
+  env = make(tool, max_turns=1)
+  env.reset(0)
+  step = env.step(last)
+  assert step.done and step.truncated and step.reward == 0.0 and not step.info["success"]
+  assert tool.opened == 0
+
+
+def test_answer_in_the_last_turn_counts():
+  env = make(max_turns=1)
+  env.reset(0)
+  step = env.step("right")
+  assert step.done and not step.truncated and step.reward == 0.5
+
+
+def test_without_a_tool_nothing_is_a_call():
+  env = make()
+  assert env.reset(0) == "['q0'] []>"
+  assert env.step("!1").done
+
+
+def test_sessions_end_with_their_episode():
+  tool = Recorder()
+  env = make(tool)
+  env.reset(0)
+  env.step("!1")
+  env.reset(1)
+  assert tool.closed == 1
+  assert env.step("!2").observation == "[('tool', 'ran 2')] after !2>"
+  env.close()
+  assert tool.closed == 2
+
+
+def test_misuse():
+  env = make()
+  with pytest.raises(RuntimeError, match="before reset"):
+    env.step("x")
+  with pytest.raises(ValueError, match="max_turns must be at least 1; received 0"):
+    make(max_turns=0)
+
+
+def test_schema_has_what_the_environment_reads():
+  assert PYTHON_TOOL["function"]["name"] == "python"
+  assert list(PYTHON_TOOL["function"]["parameters"]["properties"]) == ["code"]
