@@ -16,8 +16,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from sao_jax.envs.base import Step, Tool, observation, user_prompt
-from sao_jax.envs.coding_tasks import CodingTask, passes
+from sao_jax.envs.base import Step, observation, user_prompt
+from sao_jax.envs.code_judge import passes_hidden_tests, run_test
+from sao_jax.envs.coding_tasks import CodingTask
+from sao_jax.envs.tools import PythonTool
 
 _EDIT = re.compile(r"\s*<<<<\n(?P<old>.*?)\n?====\n(?P<new>.*?)\n?>>>>\s*", re.DOTALL)
 _HELP = "Commands: list | read PATH [FIRST LAST] | search TEXT | edit PATH with <<<< old ==== new >>>> | test | submit"
@@ -42,7 +44,7 @@ class CodingConfig:
 class Coding:
   """Implements `types.Environment`: one agent, one repository at a time."""
 
-  def __init__(self, config: CodingConfig, tool: Tool, tasks: Sequence[CodingTask]):
+  def __init__(self, config: CodingConfig, tool: PythonTool, tasks: Sequence[CodingTask]):
     if not tasks:
       raise ValueError("Coding needs at least one task; received none.")
     self._config = config
@@ -64,7 +66,8 @@ class Coding:
     command, _, rest = text.partition("\n")
     name, _, argument = command.strip().partition(" ")
     if name == "submit":
-      passed, _ = self._run(self._task.hidden_test)
+      task = self._task
+      passed = passes_hidden_tests(self._tool, self._files, task.entry_point, task.hidden_test)
       return Step(reward=float(passed), done=True, info={"success": passed, "bug": self._task.bug})
     commands: dict[str, Callable[[str], str]] = {
       "list": self._list, "read": self._read, "search": self._search, "test": self._test,
@@ -124,9 +127,5 @@ class Coding:
 
   def _test(self, argument: str) -> str:
     del argument
-    passed, text = self._run(self._task.test)
+    passed, text = run_test(self._tool, self._files, self._task.test)
     return f"{text}{'passed' if passed else 'FAILED'}\n"
-
-  def _run(self, program: str) -> tuple[bool, str]:
-    with self._tool.session() as session:
-      return passes(session, self._files, program)

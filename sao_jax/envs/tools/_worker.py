@@ -30,6 +30,9 @@ from typing import Any
 from sao_jax.envs.tools import _isolation
 
 _SOCKET_FD, _OUTPUT_FD, _NULL_FD = 200, 201, 202  # above what RLIMIT_NOFILE lets a session open
+_COMPILE: Any = compile  # these three as they were before the code could put something in their places
+_EXEC: Any = exec
+_SOURCES: Any = linecache.cache
 
 
 class Zygote:
@@ -163,23 +166,34 @@ class _Session:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     self._globals = module.__dict__
+    host = types.ModuleType("sao_host")
+    host.__dict__["ask"] = self._ask
+    sys.modules["sao_host"] = host
     self._cells = 0
+    self._number = 0
 
   def serve(self) -> None:
     """Runs cells until the host closes its end. Any error here ends the process, which the host sees."""
-    connection = socket.socket(fileno=_SOCKET_FD)
+    self._connection = connection = socket.socket(fileno=_SOCKET_FD)
     while True:
-      number, size = struct.unpack("<QI", _receive(connection, 12))
+      self._number, size = struct.unpack("<QI", _receive(connection, 12))
       code = _receive(connection, size).decode(errors="replace")
       os.ftruncate(_OUTPUT_FD, 0)
       os.lseek(_OUTPUT_FD, 0, os.SEEK_SET)
+      connection.sendall(struct.pack("<Qc", self._number, b"S"))
       self._run(code)
       if os.getpid() != self._pid:  # a child that the code forked and that came back here
         os._exit(0)
       signal.setitimer(signal.ITIMER_REAL, 0)
       self._end_children()
       threads = len(sys._current_frames()) > 1
-      connection.sendall(struct.pack("<Qc", number, b"T" if threads else b"."))
+      connection.sendall(struct.pack("<Qc", self._number, b"T" if threads else b"."))
+
+  def _ask(self, message: bytes) -> bytes:
+    """`sao_host.ask` of the code that runs: what the host answers to a message, if it was told to listen."""
+    self._connection.sendall(struct.pack("<QcI", self._number, b"Q", len(message)) + message)
+    (size,) = struct.unpack("<I", _receive(self._connection, 4))
+    return _receive(self._connection, size)
 
   def _run(self, code: str) -> None:
     for source, target in ((_NULL_FD, 0), (_OUTPUT_FD, 1), (_OUTPUT_FD, 2)):  # earlier code may have closed them
@@ -199,13 +213,13 @@ class _Session:
   def _execute(self, code: str) -> None:
     self._cells += 1
     name = f"<cell {self._cells}>"
-    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-    tree = ast.parse(code, name)
+    _SOURCES[name] = (len(code), None, code.splitlines(keepends=True), name)
+    tree = _COMPILE(code, name, "exec", ast.PyCF_ONLY_AST)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     if tree.body:
-      exec(compile(tree, name, "exec"), self._globals)  # noqa: S102
+      _EXEC(_COMPILE(tree, name, "exec"), self._globals)
     if last is not None:  # as in a notebook: the value of a last expression is shown
-      exec(compile(ast.Interactive([last]), name, "single"), self._globals)  # noqa: S102
+      _EXEC(_COMPILE(ast.Interactive([last]), name, "single"), self._globals)
 
   def _arm_cpu_limit(self) -> None:
     seconds = self._settings["cpu_s"]
@@ -261,6 +275,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 def main(settings: dict[str, Any]) -> None:
   """Runs the zygote until the host closes the control socket."""
   sys.argv[:] = [""]
+  _isolation.set_name(b"sao_jax_tool")
   zygote = Zygote(settings)
   for name in settings["preload"]:
     __import__(name)

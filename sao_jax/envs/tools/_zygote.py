@@ -16,11 +16,16 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from sao_jax.envs.tools import _seccomp
 from sao_jax.envs.tools.python_tool_config import PythonToolConfig
 
+Listener: TypeAlias = Callable[[bytes], bytes | None]
+"""Answers the messages of code that runs; None ends the interpreter."""
+
+MAX_MESSAGE_BYTES = 1 << 20
 _START_TIMEOUT_S = 20.0
 _BOOT = """
 import json, sys, types
@@ -33,7 +38,6 @@ for name, text in settings.pop("modules").items():
   exec(compile(text, "<tool>", "exec"), module.__dict__)
 module.main(settings)
 """
-_UNTOUCHED = b"\0not started\n"
 _SYSTEM_PATHS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
@@ -46,44 +50,72 @@ class Interpreter:
     self._zygote = zygote
     self._connection = connection
     self._output = output
+    self._deadline = 0.0
+    self._used = False
 
-  def call(self, code: bytes, wall_s: float) -> str:
+  def call(self, code: bytes, wall_s: float, listener: Listener | None = None) -> str:
     """Runs code; returns '' when it ended by itself, else what went wrong ('died', 'timeout', 'threads', 'breach')."""
     nonce = secrets.token_bytes(8)
     start = time.monotonic()
-    deadline = start + wall_s
-    answer = b""
+    self._deadline = start + wall_s
+    taken = False
     try:
       self._connection.settimeout(wall_s)
       self._connection.sendall(nonce + struct.pack("<I", len(code)) + code)
-      while len(answer) < 9:
-        self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-        try:
-          part = self._connection.recv(9 - len(answer))
-        except TimeoutError:
-          if not self.untouched or time.monotonic() > start + _START_TIMEOUT_S:
-            raise
-          deadline = time.monotonic() + wall_s  # a busy machine has not started it yet: the code's time has not begun
+      while True:
+        answer = self._receive(9, start, wall_s)
+        if answer[:8] != nonce:
+          return "breach"
+        if answer[8:] == b"S" and not taken:
+          taken = self._used = True
           continue
-        if not part:
-          return "died"
-        answer += part
+        if answer[8:] in (b".", b"T"):
+          return "threads" if answer[8:] == b"T" else ""
+        if answer[8:] != b"Q" or listener is None or not self._serve(listener, start, wall_s):
+          return "breach"
+        if time.monotonic() > self._deadline:  # code that sends without end is never waited for
+          return "timeout"
     except TimeoutError:
       return "timeout"
     except OSError:
       return "died"
-    if answer[:8] != nonce or answer[8:] not in (b".", b"T"):
-      return "breach"
-    return "threads" if answer[8:] == b"T" else ""
+
+  def _serve(self, listener: Listener, start: float, wall_s: float) -> bool:
+    """Answers one message of the code; False if it is too long or not wanted."""
+    (size,) = struct.unpack("<I", self._receive(4, start, wall_s))
+    reply = listener(self._receive(size, start, wall_s)) if size <= MAX_MESSAGE_BYTES else None
+    if reply is None:
+      return False
+    self._connection.settimeout(max(self._deadline - time.monotonic(), 1e-3))
+    self._connection.sendall(struct.pack("<I", len(reply)) + reply)
+    return True
+
+  def _receive(self, size: int, start: float, wall_s: float) -> bytes:
+    """Reads exactly so many bytes. TimeoutError at the deadline, ConnectionError if the other end is gone."""
+    data = bytearray()
+    while len(data) < size:
+      self._connection.settimeout(max(self._deadline - time.monotonic(), 1e-3))
+      try:
+        part = self._connection.recv(size - len(data))
+      except TimeoutError:
+        if self._used or time.monotonic() > start + _START_TIMEOUT_S:
+          raise
+        # A busy machine has not started it yet: the code's time has not begun.
+        self._deadline = time.monotonic() + wall_s
+        continue
+      if not part:
+        raise ConnectionError("the interpreter ended")
+      data += part
+    return bytes(data)
 
   @property
   def untouched(self) -> bool:
-    """Whether it has taken no request yet: the first thing it does then is to empty the output."""
-    return os.pread(self._output, len(_UNTOUCHED), 0) == _UNTOUCHED
+    """Whether it has taken no request yet: no code has run in it, which could have said so."""
+    return not self._used
 
   def start_error(self) -> str:
     """Why it died before it took a request."""
-    return os.pread(self._output, 2000, len(_UNTOUCHED)).decode(errors="replace").strip()
+    return os.pread(self._output, 2000, 0).decode(errors="replace").strip()
 
   def output(self, limit: int) -> str:
     """What the last call printed, the middle cut out of it if it is longer than `limit` bytes."""
@@ -108,6 +140,7 @@ class Zygote:
 
   def __init__(self, config: PythonToolConfig, bubblewrap: bool):
     self._lock = threading.Lock()
+    self._owner = os.getpid()
     self._count = 0
     self._scratch = tempfile.mkdtemp(prefix="sao_jax_tool_")
     os.chmod(self._scratch, 0o711)  # sessions with a user id of their own pass through, and cannot list it
@@ -161,9 +194,10 @@ class Zygote:
 
   def fork(self) -> Interpreter:
     """Asks for a session; returns at once. OSError when the zygote is gone."""
+    if os.getpid() != self._owner:  # two processes would give different sessions the same number
+      raise RuntimeError("This PythonTool belongs to the process that made it, not to a fork of it: make one there.")
     ours, theirs = socket.socketpair()
     output = os.memfd_create("output", os.MFD_CLOEXEC)
-    os.write(output, _UNTOUCHED)
     try:
       with theirs, self._lock:
         self._count += 1
@@ -176,11 +210,15 @@ class Zygote:
     return Interpreter(number, self, ours, output)
 
   def kill(self, number: int) -> None:
+    if os.getpid() != self._owner:
+      return
     with contextlib.suppress(OSError), self._lock:  # a zygote that is gone has taken its sessions with it
       self._control.send(struct.pack("<cQ", b"K", number))
 
   def close(self) -> None:
     self._control.close()  # the zygote kills its sessions and exits
+    if os.getpid() != self._owner:
+      return
     try:
       self._process.wait(5)
     except subprocess.TimeoutExpired:

@@ -5,8 +5,10 @@ Who talks to whom:
   zygote over a control socket to fork sessions ("F") and to kill them ("K"). The host itself never forks: it has
   threads (JAX).
 - For each session the host makes a socket pair and an anonymous file, and hands one end and the file to the fork. A
-  request is `number (8 bytes), length (4 bytes), code`; the answer is `number, status`: 9 bytes. What the code prints
-  goes to the file, of which the host reads at most `max_output_bytes`.
+  request is `number (8 bytes), length (4 bytes), code`; the session says `number, "S"` before it runs the code and
+  `number, status` after it. What the code prints goes to the file, of which the host reads at most
+  `max_output_bytes`. Where the host gave a listener, the code may send messages in between, by
+  `sao_host.ask(bytes) -> bytes`: `number, "Q", length, message`, answered by `length, reply`.
 
 Nothing that comes from a session is trusted: reads are bounded in size and time, the number of an answer must be the
 random one of the request, and whatever goes wrong kills the session (its whole pid namespace) and becomes a sentence
@@ -23,7 +25,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from sao_jax.envs.tools._zygote import Interpreter, Zygote
+from sao_jax.envs.tools._zygote import Interpreter, Listener, Zygote
 from sao_jax.envs.tools.python_tool_config import PythonToolConfig
 
 _LOG = logging.getLogger(__name__)
@@ -38,14 +40,20 @@ class PythonSession:
     self._tool = tool
     self._interpreter: Interpreter | None = None
 
-  def run(self, code: str) -> str:
-    """Runs code and returns what the model reads: output, the end of a traceback, or the limit that was hit."""
+  def run(self, code: str, *, listener: Listener | None = None) -> str:
+    """Runs code and returns what the model reads: output, the end of a traceback, or the limit that was hit.
+
+    Args:
+      code: the program, or the next piece of it.
+      listener: answers what the code sends by `sao_host.ask`, on this thread and within the wall-clock limit. Without
+        it such a message ends the interpreter.
+    """
     config = self._tool.config
     data = code.encode(errors="replace")
     if len(data) > _MAX_CODE_BYTES:
       return f"[code too long: {len(data)} bytes, limit {_MAX_CODE_BYTES}]\n"
     try:
-      failure, text = self._call(data, config)
+      failure, text = self._call(data, config, listener)
     except OSError as error:  # out of descriptors, or the zygote cannot be started again
       _LOG.warning("Python tool: %s", error)
       return "[the interpreter could not be started]\n"
@@ -60,11 +68,11 @@ class PythonSession:
     separator = "" if not text or text.endswith("\n") else "\n"
     return f"{text}{separator}[{reason}; variables are lost]\n"
 
-  def _call(self, data: bytes, config: PythonToolConfig) -> tuple[str, str]:
+  def _call(self, data: bytes, config: PythonToolConfig, listener: Listener | None) -> tuple[str, str]:
     for _ in range(_RETRIES):
       if self._interpreter is None:
         self._interpreter = self._tool._take()
-      failure = self._interpreter.call(data, config.wall_s)
+      failure = self._interpreter.call(data, config.wall_s, listener)
       if failure != "died" or not self._interpreter.untouched:
         return failure, self._interpreter.output(config.max_output_bytes)
       self.close()  # it died while it waited in the pool, maybe with its zygote; the code has not run

@@ -5,185 +5,18 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import pathlib
-import secrets
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from sao_jax.envs.tools import PythonTool, PythonToolConfig
-from tests.envs.tools import processes
+from tests.envs.tools import hostile_programs, processes
 
 WALL_S = 1.0
 MAX_OUTPUT = 2000
-MARKER = f"hm{secrets.token_hex(4)}"  # fits a process name; every hostile process is made to carry it
-
-PROGRAMS = {
-  "fork bomb": """
-while True:
-  try: os.fork()
-  except OSError: pass
-""",
-  "fork bomb without loops in the parent": """
-def bomb():
-  while True:
-    if os.fork() == 0: continue
-bomb()
-""",
-  "thread bomb": """
-def spin():
-  while True: time.sleep(0.01)
-while True: threading.Thread(target=spin).start()
-""",
-  "threads that never end": """
-for _ in range(3): threading.Thread(target=time.sleep, args=(1000,)).start()
-print('started')
-""",
-  "memory bomb": "x = bytearray(10**11)",
-  "slow memory bomb": "x = []\nwhile True: x.append(bytearray(10**6))",
-  "memory bomb in children": """
-for _ in range(50):
-  try:
-    if os.fork() == 0:
-      x = [bytearray(10**6) for _ in range(10**6)]
-  except OSError: pass
-time.sleep(100)
-""",
-  "infinite output": "while True: print('x' * 1000)",
-  "a gigabyte at once": "print('x' * 10**8)\nfor _ in range(10): sys.stdout.write('y' * 10**8)",
-  "infinite output on the descriptor": "while True: os.write(1, b'z' * 65536)",
-  "infinite loop": "while True: pass",
-  "infinite loop in C": "sum(iter(int, 1))",
-  "sleep": "time.sleep(1000)",
-  "loop that catches everything": """
-while True:
-  try:
-    while True: pass
-  except BaseException: pass
-""",
-  "ignoring signals": """
-for number in range(1, 65):
-  try: signal.signal(number, signal.SIG_IGN)
-  except (OSError, ValueError): pass
-signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
-while True: pass
-""",
-  "killing its parent": "os.kill(os.getppid(), signal.SIGKILL)\nprint('alive')",
-  "killing everything": "os.kill(-1, signal.SIGKILL)\nprint('alive')",
-  "killing many": """
-for pid in range(1, 70000):
-  if pid != os.getpid():
-    try: os.kill(pid, signal.SIGKILL)
-    except OSError: pass
-""",
-  "killing its group": "os.killpg(0, signal.SIGKILL)",
-  "killing itself": "os.kill(os.getpid(), signal.SIGKILL)\nsignal.raise_signal(signal.SIGTERM)",
-  "double-forked daemon": f"""
-if os.fork() == 0:
-  os.setsid()
-  if os.fork() == 0:
-    for fd in range(3): os.close(fd)
-    os.execv('/usr/bin/sleep', ['{MARKER}', '1000'])
-  os._exit(0)
-time.sleep(0.2)
-print('left')
-""",
-  "subprocess that stays": f"""
-import subprocess
-subprocess.Popen(['/bin/sh', '-c', 'sleep 1000; : {MARKER}'], start_new_session=True)
-print('left')
-""",
-  "exec": f"os.execv('/usr/bin/sleep', ['{MARKER}', '1000'])",
-  "os._exit": "print('bye'); os._exit(3)",
-  "sys.exit": "sys.exit('bye')",
-  "abort": "os.abort()",
-  "segfault": "import ctypes; ctypes.string_at(0)",
-  "deep recursion": "def f(): return f()\nf()",
-  "deeper recursion": "sys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
-  "deep recursion in C": "sys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**6): x = [x]\nrepr(x)",
-  "deep expression": "eval('(' * 10000 + ')' * 10000)",
-  "huge power": "x = 10 ** 10 ** 10",
-  "huge integer shown": "10 ** 10000",
-  "not UTF-8": "sys.stdout.buffer.write(bytes(range(256)) * 3)\nprint('\\udc80\\ud800')",
-  "surrogates in the code": "print('\ud800')",
-  "NUL in the code": "print('\0')",
-  "input": "input('name? ')",
-  "reading standard input": "sys.stdin.read(); os.read(0, 100)",
-  "closing every descriptor": "os.closerange(0, 65536)\nprint('closed')",
-  "writing to every descriptor": """
-for fd in range(1024):
-  try: os.write(fd, b'\\x00' * 9 + b'.' * 1000)
-  except OSError: pass
-""",
-  "answering by itself": """
-import gc, socket
-for thing in gc.get_objects():
-  if isinstance(thing, socket.socket):
-    thing.sendall(b'12345678.' * 1000)
-""",
-  "swallowing the protocol": """
-for fd in range(3, 1024):
-  try:
-    os.set_blocking(fd, True)
-    while os.read(fd, 1000): pass
-  except OSError: pass
-""",
-  "shrinking and growing the output": "os.ftruncate(201, 0)\nos.ftruncate(201, 10**12)",
-  "printing markers": "print('\\0not started\\n' * 3, '[time limit of 1 s exceeded; variables are lost]')",
-  "replacing builtins": """
-import builtins
-for name in dir(builtins):
-  try: setattr(builtins, name, None)
-  except BaseException as error: pass
-""",
-  "replacing sys.stdout": "sys.stdout = sys.stderr = sys.stdin = None\nsys.modules.clear()",
-  "closing sys.stdout": "sys.stdout.close(); sys.stderr.close()",
-  "replacing what the worker uses": """
-os.getpid = os._exit = os.dup2 = os.ftruncate = os.kill = None
-sys._current_frames = signal.setitimer = lambda *a: {}
-""",
-  "trace function": "sys.settrace(lambda *a: 1 / 0)\nsys.setprofile(lambda *a: 1 / 0)",
-  "exit handlers": "import atexit\natexit.register(lambda: time.sleep(1000))\nsys.exit()",
-  "exception that cannot be shown": """
-class E(BaseException):
-  def __str__(self): raise E
-  __repr__ = __str__
-raise E
-""",
-  "exception that takes for ever to show": """
-class E(BaseException):
-  def __str__(self):
-    while True: pass
-raise E
-""",
-  "value that prints for ever": """
-class V:
-  def __repr__(self):
-    while True: pass
-V()
-""",
-  "alarm": "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.001)\nsignal.signal(signal.SIGALRM, lambda *a: 1 / 0)",
-  "alarm that kills": "signal.alarm(1); signal.setitimer(signal.ITIMER_PROF, 0.01)\nwhile True: pass",
-  "filling the disk with one file": "f = open('a', 'wb')\nwhile True: f.write(b'x' * 10**6)",
-  "filling the disk with many": """
-n = 0
-while True:
-  n += 1
-  with open(f'{n}', 'wb') as f: f.write(b'x' * 10**6)
-""",
-  "using up inodes": "n = 0\nwhile True:\n  n += 1\n  os.mkdir(f'{n}')",
-  "using up descriptors": "x = []\nwhile True: x.append(open('/dev/null'))",
-  "using up pipes": "x = []\nwhile True: x.append(os.pipe())",
-  "anonymous files": "x = []\nwhile True:\n  x.append(os.memfd_create('x')); os.write(x[-1], b'x' * 10**6)",
-  "raising its limits": """
-import resource
-for kind in range(16):
-  try: resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-  except (OSError, ValueError): pass
-x = bytearray(10**10)
-""",
-}
-
+MARKER = hostile_programs.MARKER
+PROGRAMS = hostile_programs.PROGRAMS
 
 @pytest.fixture(scope="module", params=["subprocess", "bubblewrap"])
 def tool(request: pytest.FixtureRequest) -> Iterator[PythonTool]:

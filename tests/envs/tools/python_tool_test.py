@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -160,6 +162,57 @@ def test_close_leaves_nothing_running(tool: PythonTool) -> None:
   assert session.run("x") == "[the interpreter ended; variables are lost]\n"
   with pytest.raises(RuntimeError, match="closed"):
     session.run("x")
+
+
+FORK = """
+import os, sys
+from sao_jax.envs.tools import PythonTool, PythonToolConfig
+with PythonTool(PythonToolConfig(backend=sys.argv[1])) as tool, tool.session() as session:
+  session.run("x = 1")
+  if os.fork() == 0:
+    try: tool.session().run("1")
+    except RuntimeError as error: print(error, flush=True)
+    session.close()
+    tool.close()
+    os._exit(0)
+  os.wait()
+  print(session.run("x"), tool.session().run("2"))
+"""
+
+
+def test_a_fork_of_the_host_cannot_disturb_its_sessions(tool: PythonTool) -> None:
+  command = [sys.executable, "-c", FORK, tool.config.backend]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert "belongs to the process that made it" in done.stdout and done.stdout.endswith("1\n 2\n\n")
+
+
+def test_sessions_may_be_closed_twice_and_used_again(tool: PythonTool) -> None:
+  session = tool.session()
+  session.close()
+  assert session.run("x = 1; x") == "1\n"
+  session.close()
+  session.close()
+  assert "NameError" in session.run("x")
+  session.close()
+
+
+def test_code_may_send_messages_to_a_listener(tool: PythonTool) -> None:
+  heard: list[bytes] = []
+
+  def listener(message: bytes) -> bytes | None:
+    heard.append(message)
+    return None if message == b"no" else message[::-1] * 100_000
+
+  with tool.session() as session:
+    code = "import sao_host\nkept = sao_host.ask(b'abc')\nprint('said'); len(kept), kept[:4]"
+    assert session.run(code, listener=listener) == "said\n(300000, b'cbac')\n"
+    assert session.run("sao_host.ask(b'')", listener=listener) == "b''\n" and heard == [b"abc", b""]
+    assert session.run("len(kept)") == "300000\n"
+    assert "state was damaged" in session.run("import sao_host; sao_host.ask(b'no')", listener=listener)
+    assert "state was damaged" in session.run("import sao_host; sao_host.ask(b'x')")
+    assert "state was damaged" in session.run("import sao_host; sao_host.ask(bytes(1 << 21))", listener=listener)
+  assert heard == [b"abc", b"", b"no"]
 
 
 @pytest.mark.parametrize(
