@@ -80,7 +80,8 @@ def parser(
 ) -> Callable[[Sequence[str]], list[str]]:
   """For `absl.app.run(main, flags_parser=...)`: defines `--config`, parses, and ends with one line on an error.
 
-  The help of `--config` lists every field with default and meaning. `--config.FIELD=None` clears an optional field.
+  The help of `--config` lists every field with default and meaning. `--config.FIELD=None` clears an optional field;
+  `--config.FIELD="{'key': value}"` replaces a mapping.
 
   Args:
     config_type: the dataclass that the preset describes.
@@ -90,7 +91,7 @@ def parser(
   text = f"The preset, a Python file; every field can be overridden, --config.FIELD=VALUE:\n{describe(config_type)}"
 
   def parse(argv: Sequence[str]) -> list[str]:
-    kept, cleared = _split_overrides(config_type, argv)
+    kept, replaced = _split_overrides(config_type, argv)
     try:
       ml_config_flags.DEFINE_config_file("config", default, text, flag_values=flag_values, sys_argv=kept)
       # --help shows what the main module defines; this module defines the flag on its behalf.
@@ -98,12 +99,13 @@ def parser(
       rest = list(flag_values(kept))
     except (AttributeError, KeyError) as error:  # ml_collections' answer to a key that a mapping of the preset lacks
       raise ValueError(f"--config has no such field: {error}") from error
-    for field in cleared:
+    for field, value in replaced.items():
       *parents, last = field.split(".")
       node: Any = flag_values["config"].value
       for parent in parents:
         node = node[parent]
-      node[last] = None
+      with node.ignore_type():
+        node[last] = value
     return rest
 
   def parse_or_exit(argv: Sequence[str]) -> list[str]:
@@ -238,18 +240,36 @@ def _hint_of(config_type: Any, field: str) -> Any:
   return hint
 
 
-def _split_overrides(config_type: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Checks the field of every `--config.FIELD=VALUE`; returns the arguments to parse, and the fields set to None."""
-  kept, cleared = [], []
+def _split_overrides(config_type: type[Any], argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+  """Checks the field of every `--config.FIELD=VALUE`.
+
+  Returns the arguments to parse, and what cannot be parsed as flags: fields set to None, and mappings.
+  """
+  kept: list[str] = []
+  replaced: dict[str, Any] = {}
   for argument in argv:
     name, _, value = argument.partition("=")
     field = name.lstrip("-").removeprefix("config.")
-    is_override = name.startswith("-") and name.lstrip("-").startswith("config.")
-    if is_override and type(None) in typing.get_args(_hint_of(config_type, field)) and value == "None":
-      cleared.append(field)
+    hint = None
+    if name.startswith("-") and name.lstrip("-").startswith("config."):
+      hint = _hint_of(config_type, field)
+    if hint is not None and type(None) in typing.get_args(hint) and value == "None":
+      replaced[field] = None
+    elif typing.get_origin(hint) in (dict, collections.abc.Mapping):
+      replaced[field] = ml_collections.ConfigDict(_mapping(field, value))
     else:
       kept.append(argument)
-  return kept, cleared
+  return kept, replaced
+
+
+def _mapping(field: str, text: str) -> dict[str, Any]:
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    value = None
+  if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    raise ValueError(f"--config.{field} must be a mapping written like {{'key': 1}}; received {text!r}.")
+  return value
 
 
 def _field_docstrings(config_type: type[Any]) -> dict[str, str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from experiments.domains.options import checked
 from sao_jax.envs.problems import ProblemBank
 from sao_jax.envs.tool_math import ToolMath
 from sao_jax.envs.tool_math_config import StrategyWeights, TaskWeights, ToolMathConfig
@@ -34,11 +34,11 @@ def make_domain(
   Raises:
     ValueError: an unknown field, or a value that its config refuses.
   """
-  config = _checked(
+  config = checked(
     ToolMathConfig,
-    {**options, "tasks": _checked(TaskWeights, tasks or {}), "strategies": _checked(StrategyWeights, strategies or {})},
+    {**options, "tasks": checked(TaskWeights, tasks or {}), "strategies": checked(StrategyWeights, strategies or {})},
   )
-  python = PythonTool(_checked(PythonToolConfig, tool or {}))
+  python = PythonTool(checked(PythonToolConfig, tool or {}))
   banks = {split: ProblemBank(config, split) for split in ("train", "eval")}
 
   def make_env(split: Split) -> ToolMath:
@@ -57,10 +57,3 @@ def make_domain(
     demonstrate=demonstrate,
     close=python.close,
   )
-
-
-def _checked(kind: Any, fields: Mapping[str, Any]) -> Any:
-  known = {field.name for field in dataclasses.fields(kind)}
-  if unknown := sorted(set(fields) - known):
-    raise ValueError(f"unknown options of {kind.__name__}: {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
-  return kind(**fields)

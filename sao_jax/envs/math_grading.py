@@ -7,25 +7,45 @@ done in a process that can be killed: no expression, however nasty, holds a thre
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
+import resource
 import threading
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+_MEMORY_BYTES = 1 << 30
+
 
 def _serve(connection: Connection) -> None:
   """The grading process: `(gold, answer)` in, `bool` out, until the other end closes."""
-  import logging
-
-  import math_verify
+  import math_verify  # noqa: F401 (before the memory is limited)
 
   logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns that its timeouts are off: they are meant to be.
+  _limit_memory()
   with contextlib.suppress(EOFError, OSError):  # The grader was closed, or died.
     while True:
       gold, answer = connection.recv()
-      parsed = [math_verify.parse(text, parsing_timeout=None) for text in (gold, answer)]
-      connection.send(all(parsed) and bool(math_verify.verify(*parsed, timeout_seconds=None)))
+      connection.send(_equal(gold, answer))
+
+
+def _equal(gold: str, answer: str) -> bool:
+  import math_verify
+
+  try:
+    parsed = [math_verify.parse(text, parsing_timeout=None) for text in (gold, answer)]
+    return all(parsed) and bool(math_verify.verify(*parsed, timeout_seconds=None))
+  except Exception as error:  # noqa: BLE001 (out of memory, too deep, or a fault of the parser: it cannot be read)
+    logging.getLogger(__name__).debug("an answer could not be read: %r", error)
+    return False
+
+
+def _limit_memory() -> None:
+  """An answer like 10^(10^10) ends in a MemoryError, not in all of the machine's memory (where /proc tells its use)."""
+  with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
 
 
 class MathGrader:
@@ -58,10 +78,15 @@ class MathGrader:
       RuntimeError: the grading process does not start (is math-verify installed?).
     """
     with self._lock:
-      connection = self._start()
-      connection.send((gold, answer))
+      try:
+        connection = self._start()
+        connection.send((gold, answer))
+      except OSError:  # It was killed since the last call.
+        self._stop()
+        connection = self._start()
+        connection.send((gold, answer))
       if connection.poll(self._timeout_s):
-        with contextlib.suppress(EOFError):  # It died of the expression: out of memory, too deep a recursion.
+        with contextlib.suppress(EOFError, OSError):  # It died of the expression.
           return bool(connection.recv())
       else:
         self.timeouts += 1

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from sao_jax.envs._evaluated_answers import may_be_scored, read_literals
 from sao_jax.envs.text_game import Reply, Template, TextGame
 
 
@@ -48,6 +49,8 @@ class ReasoningGymConfig:
 class ReasoningGym(TextGame):
   """One problem per episode; the answer is what stands between the last `<answer>` and `</answer>`, else nothing.
 
+  Answers that a task's scorer would evaluate as Python are scored only in harmless forms (see `_evaluated_answers`).
+
   Raises:
     ValueError: an unknown task, setting, curriculum or attribute.
   """
@@ -56,7 +59,14 @@ class ReasoningGym(TextGame):
     super().__init__(max_turns=config.max_turns, template=config.template)
     self.config = config
     self._dataset = _make_dataset(config)
+    read_literals(config.task, self._dataset)
     self._entry: dict[str, Any] = {}
+
+  @property
+  def gold_answer(self) -> str | None:
+    """The package's answer to the present problem; None where it gives none (there may be many right ones)."""
+    answer = self._entry["answer"]
+    return None if answer is None else str(answer)
 
   def start(self, task_index: int) -> str:
     self._entry = self._dataset[task_index % self.config.size]
@@ -66,7 +76,9 @@ class ReasoningGym(TextGame):
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(text)
-    score = 0.0 if answer is None else float(self._dataset.score_answer(answer, self._entry))
+    score = 0.0
+    if answer is not None and may_be_scored(self.config.task, answer):
+      score = float(self._dataset.score_answer(answer, self._entry))
     info = {"success": score >= self.config.success_threshold, "answered": answer is not None, "score": score}
     return Reply(reward=score, done=True, info=info)
 

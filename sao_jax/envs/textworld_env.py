@@ -74,7 +74,8 @@ class TextWorld(TextGame):
 
   def play(self, text: str) -> Reply:
     # One line, and never empty: what the interpreter reads is one command.
-    self._state, score, done = self._env.step(text.split("\n")[0] or "look")
+    line = text.split("\n")[0].encode(errors="replace").decode()
+    self._state, score, done = self._env.step(line or "look")
     reward, self._score = (score - self._score) / (self._state.max_score or 1), score
     info = {"success": bool(self._state.won)} if done else {}
     return Reply(text=self._text(self._state.feedback.strip()), reward=reward, done=done, info=info)
@@ -82,6 +83,10 @@ class TextWorld(TextGame):
   def walkthrough(self) -> list[str]:
     """Commands that win from the present state: for demonstrations and tests."""
     return list(self._state.policy_commands or [])
+
+  def commands(self) -> list[str]:
+    """Commands that are possible in the present state."""
+    return list(self._state.admissible_commands)
 
   def close(self) -> None:
     super().close()

@@ -64,3 +64,43 @@ def test_a_nasty_expression_is_wrong_in_time_and_the_next_one_is_graded(grader: 
 def test_bad_settings_are_refused() -> None:
   with pytest.raises(ValueError, match="timeout_s and start_timeout_s must be positive"):
     MathGrader(timeout_s=0)
+
+
+@pytest.mark.parametrize(
+  ("gold", "answer", "equal"),
+  [
+    ("$(1,2)$", "$(2,1)$", False),
+    ("$[1,2)$", "$[1, 2)$", True),
+    ("$(0,1)\\cup(2,3)$", "$(2,3)\\cup(0,1)$", True),
+    ("$\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}$", "$\\begin{pmatrix}1&2\\\\3&5\\end{pmatrix}$", False),
+    ("$50\\%$", "$50\\%$", True),
+    ("$\\log_2 8$", "3", True),
+  ],
+)
+def test_sets_intervals_matrices_and_units(grader: MathGrader, gold: str, answer: str, equal: bool) -> None:
+  assert grader.is_equal(gold, answer) == equal
+
+
+@pytest.mark.parametrize(
+  "answer",
+  [
+    "$10^{10^{10}}$", "$(((10)^{100})!)!$", "$" + "(" * 5000 + "1" + ")" * 5000 + "$", "\ud800\0", "9" * 100_000,
+    "a" * 1_000_000,
+  ],
+)
+def test_hostile_answers_are_wrong_in_time(grader: MathGrader, answer: str) -> None:
+  grader._timeout_s = 1.0
+  try:
+    start = time.perf_counter()
+    assert not grader.is_equal("5", answer)
+    assert time.perf_counter() - start < 20
+  finally:
+    grader._timeout_s = 30.0
+
+
+def test_a_killed_process_is_started_again(grader: MathGrader) -> None:
+  assert grader.is_equal("1", "1.0")
+  assert grader._process is not None
+  grader._process.kill()
+  grader._process.join()
+  assert grader.is_equal("1", "1.0") and not grader.is_equal("1", "2")

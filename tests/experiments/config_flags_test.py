@@ -141,3 +141,15 @@ def test_help_lists_every_field():
   assert "--config.num_steps: int" in lines
   assert "--config.inner.eps_low: float = 1  Lower bound." in lines
   assert "--config.lag: int or None = None" in lines
+
+
+def test_a_mapping_is_replaced_as_a_whole(command) -> None:
+  options = {"high": [1, 2], "deep": {"a": None}}
+  assert command(f"--config.options={options}").options == options
+  assert command("--config.options={}").options == {}
+
+
+@pytest.mark.parametrize("value", ["", "3", "[1]", "{1: 2}", "{'a'", "open('x')"])
+def test_what_is_no_mapping_is_refused(command, value: str) -> None:
+  with pytest.raises(SystemExit, match=r"--config.options must be a mapping"):
+    command(f"--config.options={value}")

@@ -1,0 +1,81 @@
+"""Answers that reasoning-gym's scorers evaluate as Python, made harmless.
+
+Some of the package's `score_answer` methods hand the text to `eval` or to SymPy's `parse_expr`, which is `eval` too: a
+policy's answer would run in the training process, which it could take over, stop for ever (`9**9**9**9`) or make give
+any reward. Those tasks see only texts of the forms below, or read literals instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+LITERAL_TASKS = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"})
+"""Their scorers call `eval` to read a list."""
+
+_FUNCTIONS = frozenset((
+  "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
+  "log", "ln", "exp", "sqrt", "Abs", "pi",
+))
+_FORMULA = re.compile(r"(?>\d+(?:\.\d*)?|[A-Za-z]+|\*\*|[-+*/()\s])*+")
+_REFUSED = re.compile(r"\d{10}|\d[A-Za-z]|\b[A-Za-z]\s*\(")
+"""Long numbers, numbers like 1e9, calls of what has one letter."""
+_POWER = re.compile(r"(\))?\s*\*\*\s*")
+_EXPONENT = re.compile(
+  r"(?:\d{1,2}|-?\d{0,2}\*?[a-z]\b|\(\s*-?\d{0,2}\s*\*?\s*(?:[a-z]|\d{1,2}(?:\s*/\s*\d{1,2})?)\s*\))(?![\w.(])"
+)
+_MAX_CHARS, _MAX_LETTERS, _MAX_POWERS_OF_SUMS, _MAX_EXPONENT_OF_SUM = 1000, 4, 2, 12
+
+
+def is_arithmetic(text: str) -> bool:
+  """Numbers, `+ - * /` and parentheses; no powers.
+
+  >>> is_arithmetic("(8 - 4) * 6"), is_arithmetic("9**9"), is_arithmetic("exit()")
+  (True, False, False)
+  """
+  return len(text) <= _MAX_CHARS and bool(re.fullmatch(r"[0-9+\-*/(). ]+", text)) and "**" not in text
+
+
+def is_formula(text: str) -> bool:
+  """Numbers, a few one-letter variables, elementary functions, and powers too small to take long.
+
+  >>> is_formula("x**3/3 + sin(2*x) + C"), is_formula("9**9**9"), is_formula("open(x)")
+  (True, False, False)
+  """
+  if len(text) > _MAX_CHARS or not _FORMULA.fullmatch(text) or _REFUSED.search(text):
+    return False
+  names = set(re.findall(r"[A-Za-z]+", text)) - _FUNCTIONS
+  if len(names) > _MAX_LETTERS or any(len(name) > 1 for name in names):
+    return False
+  powers_of_sums = 0
+  for power in _POWER.finditer(text):
+    exponent = _EXPONENT.match(text, power.end())
+    if exponent is None or re.match(r"\s*\*\*", text[exponent.end() :]):
+      return False
+    if power[1]:
+      powers_of_sums += 1
+      if any(int(number) > _MAX_EXPONENT_OF_SUM for number in re.findall(r"\d+", exponent[0])):
+        return False
+  return powers_of_sums <= _MAX_POWERS_OF_SUMS
+
+
+FORMS: Mapping[str, Callable[[str], bool]] = {
+  "simple_integration": is_formula, "intermediate_integration": is_formula, "polynomial_multiplication": is_formula,
+  "puzzle24": is_arithmetic, "countdown": is_arithmetic,
+}
+"""Tasks whose scorers call `parse_expr`, and what they may be given."""
+
+
+def may_be_scored(task: str, answer: str) -> bool:
+  """Whether the task's scorer may see the answer."""
+  form = FORMS.get(task)
+  return form is None or form(answer.strip())
+
+
+def read_literals(task: str, dataset: Any) -> None:
+  """Puts `ast.literal_eval` in the place of `eval` in the module of one of `LITERAL_TASKS`."""
+  if task in LITERAL_TASKS:
+    vars(sys.modules[type(dataset).__module__])["eval"] = ast.literal_eval
