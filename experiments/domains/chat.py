@@ -1,0 +1,193 @@
+"""Tasks for published checkpoints, in their own chat template, to be named in `--config.env.factory`.
+
+    --config.env.factory=experiments.domains.chat:reasoning_gym
+    --config.env.options="{'checkpoint': 'path/of/checkpoint', 'task': 'chain_sum', 'tool': True}"
+
+    --config.env.factory=experiments.domains.chat:math
+    --config.env.options="{'checkpoint': 'path/of/checkpoint', 'train': 'train.jsonl', 'held_out': 'test.jsonl'}"
+
+`checkpoint` is a Hugging Face directory (`tokenizer.json`, chat template) or a GGUF file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from experiments.domains.options import checked
+from sao_jax.envs.chat import ChatEnv, Question
+from sao_jax.envs.math_grading import MathGrader
+from sao_jax.envs.reasoning_gym_env import ReasoningGym, ReasoningGymConfig
+from sao_jax.envs.tools import PythonTool, PythonToolConfig
+from sao_jax.tokenizers import Chat
+from sao_jax.types import Domain, Split
+
+Answer = Literal["text", "tags", "number"]
+MATH_INSTRUCTION = "Put the final answer within \\boxed{}."
+
+_TAGS = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def reasoning_gym(
+  *,
+  checkpoint: str,
+  answer: Answer = "tags",
+  system: str | None = None,
+  tool: bool = False,
+  max_turns: int = 1,
+  num_eval_tasks: int = 1_000,
+  template: Mapping[str, Any] | None = None,
+  **options: Any,
+) -> Domain:
+  """One of reasoning-gym's task sets; `size` is the number of training tasks.
+
+  Args:
+    checkpoint: whose tokenizer and template are used.
+    answer: what is graded: the last action's whole `text`, what stands between `<answer>` `tags`, or its last `number`.
+    system: text of the system's turn; None: no such turn.
+    tool: whether Python is on offer; the template must teach tool calls.
+    max_turns: actions per episode; 1 leaves no room for a call.
+    num_eval_tasks: held-out tasks, whose seeds lie above the training tasks'.
+    template: switches of the chat template, such as `{"enable_thinking": False}`.
+    **options: fields of `ReasoningGymConfig`; `task` is required.
+  """
+  if "task" not in options:
+    raise ValueError("options of reasoning_gym must hold 'task', the name of a task set; received none.")
+  if answer not in get_args(Answer):
+    raise ValueError(f"answer must be one of {', '.join(get_args(Answer))}; received {answer!r}.")
+  train = checked(ReasoningGymConfig, options)
+  # A problem's seed is the set's plus its number.
+  held_out = dataclasses.replace(train, seed=train.seed + train.size, size=num_eval_tasks)
+
+  def questions(split: Split) -> Callable[[int], Question]:
+    game = ReasoningGym(train if split == "train" else held_out)
+
+    def question(task_index: int) -> Question:
+      text = game.start(task_index)
+      return Question(messages=_messages(system, text), score=lambda said: _score(game, said, answer))
+
+    return question
+
+  return _domain(
+    checkpoint, questions, train.size, num_eval_tasks, tool=tool, max_turns=max_turns, template=template,
+    success_threshold=train.success_threshold,
+  )  # fmt: skip
+
+
+def math(
+  *,
+  checkpoint: str,
+  train: str,
+  held_out: str,
+  question_field: str = "problem",
+  answer_field: str = "answer",
+  instruction: str = MATH_INSTRUCTION,
+  system: str | None = None,
+  tool: bool = True,
+  max_turns: int = 50,
+  template: Mapping[str, Any] | None = None,
+) -> Domain:
+  """Mathematics with or without Python, graded by math-verify: reward 1 for the right value, else 0.
+
+  Args:
+    checkpoint: whose tokenizer and template are used.
+    train: a JSONL file of training problems.
+    held_out: a JSONL file of held-out problems.
+    question_field: the field that holds the problem.
+    answer_field: the field that holds the answer, text or a number.
+    instruction: stands below the problem; empty for none.
+    system: text of the system's turn; None: no such turn.
+    tool: whether Python is on offer.
+    max_turns: actions per episode.
+    template: switches of the chat template.
+
+  Raises:
+    ValueError: a file without problems, or a line without the fields.
+  """
+  problems = {
+    "train": _read(train, question_field, answer_field), "eval": _read(held_out, question_field, answer_field)
+  }  # fmt: skip
+  grader = MathGrader()
+
+  def questions(split: Split) -> Callable[[int], Question]:
+    def question(task_index: int) -> Question:
+      text, gold = problems[split][task_index % len(problems[split])]
+      messages = _messages(system, "\n".join(filter(None, (text, instruction))))
+      return Question(messages=messages, score=lambda said: float(grader.is_equal(gold, said)))
+
+    return question
+
+  return _domain(
+    checkpoint, questions, len(problems["train"]), len(problems["eval"]), tool=tool, max_turns=max_turns,
+    template=template, close=grader.close,
+  )  # fmt: skip
+
+
+def _domain(
+  checkpoint: str,
+  questions: Callable[[Split], Callable[[int], Question]],
+  num_train_tasks: int,
+  num_eval_tasks: int,
+  *,
+  tool: bool,
+  max_turns: int,
+  template: Mapping[str, Any] | None,
+  success_threshold: float = 1.0,
+  close: Callable[[], None] = lambda: None,
+) -> Domain:
+  chat = Chat.load(checkpoint, **(template or {}))
+  python = PythonTool(PythonToolConfig()) if tool else None
+
+  def close_all() -> None:
+    if python is not None:
+      python.close()
+    close()
+
+  return Domain(
+    make_env=lambda split: ChatEnv(
+      chat, questions(split), python, max_turns=max_turns, success_threshold=success_threshold
+    ),
+    tokenizer=chat.tokenizer,
+    num_train_tasks=num_train_tasks,
+    num_eval_tasks=num_eval_tasks,
+    close=close_all,
+  )
+
+
+def _messages(system: str | None, text: str) -> list[dict[str, str]]:
+  first = [] if system is None else [{"role": "system", "content": system}]
+  return [*first, {"role": "user", "content": text}]
+
+
+def _score(game: ReasoningGym, said: str, answer: Answer) -> float:
+  if answer == "tags":
+    found = _TAGS.match(said)
+    said = "" if found is None else found[1]
+  elif answer == "number":
+    said = (_NUMBER.findall(said) or [""])[-1]
+  return game.play(f"<answer>{said.strip()}</answer>").reward
+
+
+def _read(path: str, question_field: str, answer_field: str) -> list[tuple[str, str]]:
+  problems = []
+  for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    try:
+      row = json.loads(line)
+      question, answer = row[question_field], row[answer_field]
+    except (ValueError, TypeError, KeyError) as error:
+      wanted = f"a JSON object with {question_field!r} and {answer_field!r}"
+      raise ValueError(f"{path}, line {number}: {wanted} is wanted; received {line[:80]!r}.") from error
+    if not isinstance(question, str) or isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+      raise ValueError(
+        f"{path}, line {number}: {question_field!r} must be text and {answer_field!r} text or a number; received "
+        f"{question!r} and {answer!r}."
+      )
+    problems.append((question, str(answer)))
+  if not problems:
+    raise ValueError(f"{path} holds no problem.")
+  return problems
