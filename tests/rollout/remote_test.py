@@ -16,9 +16,8 @@ import jax
 import numpy as np
 import pytest
 
-from sao_jax import loop, models
-from sao_jax.config import CriticConfig, WarmStartConfig
-from sao_jax.io.metrics import read_metrics
+from sao_jax import evaluation, models
+from sao_jax.components import Components
 from sao_jax.rollout import (
   EngineThread,
   EpisodeRequest,
@@ -33,7 +32,7 @@ from sao_jax.rollout.remote_config import RemoteConfig
 from sao_jax.rollout.requests import RequestStream
 from sao_jax.rollout.server_client import ServerError
 from sao_jax.rollout.sources import AsyncSource
-from tests.loop_test import compile_once, tiny_config
+from tests.loop_test import tiny_config
 from tests.models.tiny import VOCAB as MODEL_VOCAB
 from tests.models.tiny import dense, policy_params
 from tests.rollout.engine_test import config, requests
@@ -41,7 +40,6 @@ from tests.rollout.fakes import STOP, CharTokenizer, Echo, assert_logps_true, ma
 from tests.rollout.http_server import Process, save_table, serving
 from tests.tiny_domain import TinyTokenizer, tiny_domain
 
-__all__ = ["compile_once"]  # a fixture: what the loop's tests compiled is not compiled again
 PARAMS = {v: make_params(v) for v in range(40)}
 BOTH = pytest.mark.parametrize("protocol", ["sglang", "vllm"])
 
@@ -120,8 +118,8 @@ def test_weights_change_within_a_trajectory(url, root, protocol):
     )
     thread.start()
     version = 0
-    deadline = time.monotonic() + 60
-    while sum(x.mixed_versions for x in done) < 10 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 150
+    while sum(x.mixed_versions for x in done) < 5 and time.monotonic() < deadline:
       thread.check()
       time.sleep(0.02)
       if version < 39 and engine.counters["weight_updates"] == version:
@@ -130,7 +128,7 @@ def test_weights_change_within_a_trajectory(url, root, protocol):
     thread.stop()
     assert engine.counters["failed_episodes"] == 0
     assert len(list(root.iterdir())) <= 3
-  assert sum(x.mixed_versions for x in done) >= 10
+  assert sum(x.mixed_versions for x in done) >= 5
   # Within one action too, not only between turns.
   within = [np.diff(x.versions[a:b]) for x in done for a, b in actions(x)]
   assert any((steps > 0).any() for steps in within) and all((steps >= 0).all() for steps in within)
@@ -186,8 +184,8 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path):
       max_len=64, live_buckets=(64,),
     ) as engine:
       # The restarted server would have the checkpoint's weights, not these.
-      episodes = engine.generate(lambda _: (versions[1], 1), requests(40))
-      done += itertools.islice(episodes, 5)
+      episodes = engine.generate(lambda _: (versions[1], 1), requests(16))
+      done += itertools.islice(episodes, 3)
       server.kill()
       while engine.counters["failed_attempts"] < 3:
         time.sleep(0.01)
@@ -196,7 +194,7 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path):
       assert engine.counters["failed_episodes"] == 0
   finally:
     server.kill()
-  assert sorted(x.episode_id for x in done) == list(range(40))
+  assert sorted(x.episode_id for x in done) == list(range(16))
   logits = jax.jit(models.policy_logits(model))
   for x in done:
     padded = np.zeros((1, 64), np.int32)
@@ -492,10 +490,8 @@ def test_vllm_log_probs_do_not_know_the_temperature(root):
     remote("http://localhost:1", root, protocol="vllm", temperature=0.7)
 
 
-def test_a_whole_run_takes_its_rollouts_from_a_server(tmp_path):
-  config = tiny_config(
-    schedule="async", num_steps=2, warm_start=WarmStartConfig(), critic=CriticConfig()
-  )
+def test_a_run_whose_config_names_a_server_takes_its_rollouts_from_it(tmp_path):
+  config = tiny_config(schedule="async", batch_size=4)
   (tmp_path / "weights").mkdir()
   completions = Completions(
     model=models.cached_policy(config.policy),
@@ -508,12 +504,21 @@ def test_a_whole_run_takes_its_rollouts_from_a_server(tmp_path):
   load = lambda folder: models.load_hf(folder)[1]  # noqa: E731
   with serving(completions=completions, load=load, weights_root=tmp_path / "weights") as url:
     settings = RemoteConfig(url=url, weights_dir=str(tmp_path / "weights"))
-    summary = loop.train(dataclasses.replace(config, remote=settings), tiny_domain(), tmp_path / "run")
-    assert completions.label.startswith("2-")
-  assert summary is not None and summary["num_steps"] == 2 and summary["failed_episodes"] == 0
-  rows, evaluations = read_metrics(tmp_path / "run")
-  assert [x["policy_version"] for x in rows] == [1, 2] and len(evaluations) == 2
-  # The policy that is scored is the one that wrote: before the first step ratios are 1 up to rounding.
-  assert rows[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    with Components(dataclasses.replace(config, remote=settings), tiny_domain()) as parts:
+      policy = parts.init_policy()
+      result = evaluation.evaluate(parts.engine, parts.domain, policy, num_episodes=4, version=0)
+      with contextlib.closing(parts.make_source()) as source:
+        source.publish(policy, 1)
+        batch = source.next_batch(1)
+      assert completions.label.startswith("1-")
+  assert len(result.trajectories) == 4 and result.failed == 0
+  logits = jax.jit(models.policy_logits(config.policy))
+  for x in [*result.trajectories, *batch]:
+    padded = np.zeros((1, 32), np.int32)
+    padded[0, : x.tokens.size] = x.tokens
+    logp = jax.nn.log_softmax(logits(policy, padded)[0])
+    at = np.flatnonzero(x.action_mask)
+    np.testing.assert_allclose(x.behavior_logp[at], logp[at - 1, x.tokens[at]], atol=1e-4)
+  assert {v for x in batch for v in x.versions[x.action_mask]} == {1}
   with pytest.raises(ValueError, match=r"lag_switch_chunks must be None with a remote\.url"):
     tiny_config(schedule="lagged", lag=1, lag_switch_chunks=2, remote=settings)
