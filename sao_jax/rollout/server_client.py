@@ -191,7 +191,7 @@ class ServerClient:
     except TimeoutError as error:
       raise _TryAgainError(f"{what}: no answer within {self._config.request_timeout_s} s.") from error
     except aiohttp.ClientError as error:
-      raise _TryAgainError(f"{what}: {error!r}") from error
+      raise _TryAgainError(f"{what}: {type(error).__name__}: {error}") from error
     text = data[:400].decode("utf-8", "replace")
     if response.status >= 500 or response.status in (408, 409, 429):
       raise _TryAgainError(f"{what}: status {response.status}: {text}")
