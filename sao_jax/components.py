@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -44,12 +45,17 @@ class Components:
     self.requests = RequestStream(num_tasks=domain.num_train_tasks, group_size=config.group_size, seed=config.seed)
 
   def init_policy(self) -> Params:
-    """The policy's parameters before any stage: a checkpoint's, or fresh ones."""
+    """The policy's parameters before any stage: a checkpoint's (a Hugging Face directory or a GGUF file), or fresh."""
+    wanted = self.config.policy
     if self.config.policy_checkpoint is None:
-      return models.init_policy(self.config.policy, self.key("policy"))
-    loaded, params = models.load_hf(pathlib.Path(self.config.policy_checkpoint))
-    if loaded != self.config.policy:
-      raise ValueError(f"policy must be that of policy_checkpoint, {loaded}; received {self.config.policy}.")
+      return models.init_policy(wanted, self.key("policy"))
+    path = pathlib.Path(self.config.policy_checkpoint)
+    load = models.load_gguf if path.suffix == ".gguf" else models.load_hf
+    loaded, params = load(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype)
+    # A checkpoint says what is computed; the config may choose how.
+    how = {name: getattr(wanted, name) for name in ("remat", "moe_impl", "attention_impl", "init_std")}
+    if dataclasses.replace(loaded, **how) != wanted:
+      raise ValueError(f"policy must be that of policy_checkpoint, {loaded}; received {wanted}.")
     return params
 
   def init_critic(self, policy: Params) -> Params | None:

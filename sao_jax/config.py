@@ -122,7 +122,7 @@ class RunConfig:
 
   policy: ModelConfig
   policy_checkpoint: str | None = None
-  """A Hugging Face directory to start from; None: fresh parameters."""
+  """A Hugging Face directory or a GGUF file to start from; None: fresh parameters."""
   critic: CriticConfig = CriticConfig()
   warm_start: WarmStartConfig = WarmStartConfig()
   learner: LearnerConfig
