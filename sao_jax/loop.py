@@ -71,6 +71,9 @@ def train(
   """
   workdir = pathlib.Path(workdir)
   console = console or Console()
+  for name, needed in (("num_train_tasks", True), ("num_eval_tasks", config.eval_episodes > 0)):
+    if needed and getattr(domain, name) < 1:
+      raise ValueError(f"Domain.{name} must be >= 1; received {getattr(domain, name)}.")
   with workdir_lib.writing(workdir), workdir_lib.WorkdirLock(workdir), Interrupts() as interrupts:
     workdir_lib.write_or_check_config(workdir, config_lib.to_json(config), may_differ=config_lib.MAY_DIFFER)
     try:

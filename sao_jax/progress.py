@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,6 +104,9 @@ class Progress:
     self._failed_before = int(state["failed_episodes"])
 
 
+_STDERR = 2
+
+
 class Interrupted(BaseException):
   """A signal asked the run to save and end. Not an `Exception`: a user's code that catches those must not stop it."""
 
@@ -143,8 +145,9 @@ class Interrupts:
     if not self.requested:
       self.requested = True
       signal.signal(signal.SIGINT, signal.SIG_DFL)
-      # Not `print`: the signal may have come in the middle of one.
-      os.write(sys.__stderr__.fileno(), b"Saving; then the run ends. Ctrl-C ends it at once.\n")
+      with contextlib.suppress(OSError):  # nobody may be listening
+        # Not `print`: the signal may have come in the middle of one.
+        os.write(_STDERR, b"Saving; then the run ends. Ctrl-C ends it at once.\n")
     if self._raise:
       self._raise = False
       raise Interrupted

@@ -97,12 +97,12 @@ class MetricsWriter:
   def _emit(self, step: int, values: Mapping[str, Any]) -> None:
     row = {"step": step} | {key: _scalar(key, value) for key, value in values.items() if key != "step"}
     self._file.append({key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()})
-    values = [
+    scalars = [
       summary_pb2.Summary.Value(tag=key, simple_value=value)
       for key, value in row.items()
       if key != "step" and math.isfinite(value)
     ]
-    summary = summary_pb2.Summary(value=values)
+    summary = summary_pb2.Summary(value=scalars)
     self._board.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
     self._board.flush()
 

@@ -34,6 +34,8 @@ _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _WHOLE = slice(None)
+_MOST_LAYERS = 10_000
+"""No model has more; a file that says so would keep this process busy."""
 
 
 class _Files(contextlib.AbstractContextManager["_Files"]):
@@ -79,6 +81,20 @@ class _Files(contextlib.AbstractContextManager["_Files"]):
 
   def read(self, name: str, index: _Index) -> np.ndarray:
     return np.asarray(self._slices[name][index])
+
+
+def _read_config(path: pathlib.Path) -> ModelConfig:
+  """Reads a `config.json`; whatever is wrong with it is a ValueError that names the file."""
+  try:
+    values = json.loads(path.read_bytes())
+    if not isinstance(values, dict):
+      raise ValueError(f"an object is wanted; received {type(values).__name__}")
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= _MOST_LAYERS:
+      raise ValueError(f"num_hidden_layers must be an int in [1, {_MOST_LAYERS}]; received {layers!r}")
+    return config_from_hf(values)
+  except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    raise ValueError(f"{path}: {error}") from error
 
 
 def _read_index(path: pathlib.Path) -> Mapping[str, str]:
@@ -220,7 +236,7 @@ def load_hf(
     ValueError: a switch, tensor name, shape or dtype that is not supported; the message names it.
   """
   folder = pathlib.Path(directory)
-  config = config_from_hf(json.loads((folder / "config.json").read_text()))
+  config = _read_config(folder / "config.json")
   with _Files(folder) as files:
     config = dataclasses.replace(config, dtype=dtype, param_dtype=param_dtype or _common_dtype(files))
     fused = any(name.endswith("mlp.experts.gate_up_proj") for name in files.names())

@@ -137,7 +137,8 @@ class ModelConfig:
     sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     for name in sizes:
       value = getattr(self, name)
-      _check(f"ModelConfig.{name}", value, isinstance(value, int) and value > 0, "a positive int")
+      positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
+      _check(f"ModelConfig.{name}", value, positive, "a positive int")
     _check_choice("ModelConfig.model_type", self.model_type, MODEL_TYPES)
     _check_choice("ModelConfig.dtype", self.dtype, DTYPES)
     _check_choice("ModelConfig.param_dtype", self.param_dtype, DTYPES)

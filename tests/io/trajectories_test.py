@@ -124,6 +124,50 @@ def test_missing_keys_are_listed():
     trajectories.from_json(row)
 
 
+LINE = json.dumps(trajectories.to_json(make())).encode()
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    (LINE.replace(b'"text": "', b'"text": "\xff\xfe'), "not a line of JSON: .*utf-8"),
+    (LINE[:-1] + b', "step": 3}', "key 'step' is there twice"),
+    (LINE.replace(b"-0.1", b"NaN", 1), "NaN is not JSON"),
+    (LINE.replace(b"-0.1", b"-Infinity", 1), "-Infinity is not JSON"),
+    (LINE.replace(b'"text": "', b'"text": ' + b"[" * 100_000), "not a line of JSON"),
+    (LINE.replace(b"[0, 1, 2, 3]", b"[" + b"9" * 5000 + b"]"), "not a line of JSON"),
+    (LINE.replace(b"[0, 1, 2, 3]", b"[[[0]], 1, 2, 3]"), r"key 'tokens\[0\]' must be an integer"),
+    (LINE.replace(b'"num_turns": 1', b'"num_turns": 1000000'), "key 'num_turns' must be an integer in .1, 2."),
+    (LINE.replace(b'"num_turns": 1', b'"num_turns": 0'), "key 'num_turns' must be an integer in .1, 2."),
+    (b"[1, 2]", "a JSON object is wanted; received list"),
+    (b'{"__class__": "os.system"}', "missing keys"),
+    (b"\x80\x04\x95", "not a line of JSON"),
+  ],
+)
+def test_hostile_lines_are_refused_by_number(tmp_path, line, message):
+  path = tmp_path / "h.jsonl"
+  path.write_bytes(LINE + b"\n" + line + b"\n")
+  with pytest.raises(ValueError, match=rf"h\.jsonl:2: .*{message}"):
+    trajectories.read(path)
+
+
+@given(st.data())
+def test_any_damage_to_a_line_is_refused_or_harmless(tmp_path_factory, data):
+  content = bytearray(LINE)
+  for _ in range(data.draw(st.integers(1, 3))):
+    content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+  path = tmp_path_factory.mktemp("fuzz") / "h.jsonl"
+  path.write_bytes(bytes(content) + b"\n")
+  try:
+    read = trajectories.read(path)
+  except ValueError as error:
+    assert "h.jsonl:" in str(error)
+    return
+  for trajectory in read:
+    logp = trajectory.behavior_logp[trajectory.action_mask]
+    assert np.isfinite(logp).all() and (logp <= 0).all()
+
+
 def test_a_huge_line_is_refused_before_it_is_held(tmp_path):
   path = tmp_path / "t.jsonl"
   path.write_bytes(b"x" * 2000)

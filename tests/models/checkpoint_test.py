@@ -251,6 +251,59 @@ def test_wrong_tensors_are_named(tmp_path: pathlib.Path) -> None:
   _equal_trees(models.load_hf(tmp_path)[1], _loaded("qwen3")[1])
 
 
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"num_hidden_layers": 10**12}, r"config\.json: num_hidden_layers must be an int in \[1, 10000\]"),
+    ({"num_hidden_layers": 2.5}, r"config\.json: num_hidden_layers must be"),
+    ({"rms_norm_eps": "x"}, r"config\.json: "),
+    ({"vocab_size": True}, r"config\.json: ModelConfig.vocab_size must be a positive int; received True"),
+    ({"head_dim": [1]}, r"config\.json: ModelConfig.head_dim"),
+    ({"rope_parameters": "x"}, r"config\.json: "),
+  ],
+)
+def test_hostile_configs_are_refused_by_file(changes: dict[str, Any], message: str, tmp_path: pathlib.Path) -> None:
+  (tmp_path / "config.json").write_text(json.dumps(_values("qwen3", **changes)))
+  with pytest.raises(ValueError, match=message):
+    models.load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"[]", b"\xff", b"{", b"[" * 100_000, b'"x"'])
+def test_a_config_that_is_no_object_is_refused_by_file(text: bytes, tmp_path: pathlib.Path) -> None:
+  (tmp_path / "config.json").write_bytes(text)
+  with pytest.raises(ValueError, match=r"config\.json: "):
+    models.load_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+  "content",
+  [b"", b"\x00" * 8, (2**63).to_bytes(8, "little"), (2**33).to_bytes(8, "little") + b"{}", b"\x80\x04\x95pickle"],
+)
+def test_hostile_safetensors_are_refused_by_file(content: bytes, tmp_path: pathlib.Path) -> None:
+  _copy("qwen3", tmp_path)
+  (tmp_path / "model.safetensors").write_bytes(content)
+  with pytest.raises(ValueError, match=r"model\.safetensors is not a valid safetensors file"):
+    models.load_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("index", "message"),
+  [
+    ({"weight_map": {"a": "../../etc/passwd"}}, "tensor 'a' must name a file of the same folder"),
+    ({"weight_map": {"a": "/etc/passwd"}}, "tensor 'a' must name a file of the same folder"),
+    ({"weight_map": {"a": 3}}, "received 3"),
+    ({"weight_map": ["a"]}, "'weight_map' must be an object"),
+    ({}, "is not an index of safetensors files"),
+    ([], "is not an index of safetensors files"),
+  ],
+)
+def test_hostile_indices_are_refused_by_file(index: Any, message: str, tmp_path: pathlib.Path) -> None:
+  _copy("qwen3", tmp_path)
+  (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+  with pytest.raises(ValueError, match=rf"index\.json.*{message}"):
+    models.load_hf(tmp_path)
+
+
 def test_a_type_that_cannot_carry_a_switch_is_refused() -> None:
   with pytest.raises(ValueError, match=r"'llama' cannot carry {'qk_norm': True}"):
     config_to_hf(tiny.dense(model_type="llama"))
