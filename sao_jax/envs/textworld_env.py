@@ -11,6 +11,9 @@ from typing import Any
 from sao_jax.envs.base import EnvironmentFactory
 from sao_jax.envs.text_game import Reply, Template, TextGame
 
+_MAX_COMMAND_CHARS = 100
+"""The game's interpreter, in C and in this process, hangs on a NUL and crashes on commands of great length."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextWorldConfig:
@@ -74,7 +77,9 @@ class TextWorld(TextGame):
 
   def play(self, text: str) -> Reply:
     # One line, and never empty: what the interpreter reads is one command.
-    line = text.split("\n")[0].encode(errors="replace").decode()
+    line = text.split("\n")[0]
+    if len(line) > _MAX_COMMAND_CHARS or not (line.isascii() and line.isprintable()):
+      return Reply(text=f"error: a command is at most {_MAX_COMMAND_CHARS} printable ASCII characters.")
     self._state, score, done = self._env.step(line or "look")
     reward, self._score = (score - self._score) / (self._state.max_score or 1), score
     info = {"success": bool(self._state.won)} if done else {}

@@ -59,3 +59,13 @@ def test_bad_settings_are_refused() -> None:
     TextWorldConfig(directory="games", quest_length=0)
   with pytest.raises(ValueError, match="seed must be at least 0; received -1"):
     TextWorldConfig(directory="games", seed=-1)
+
+
+@pytest.mark.parametrize("action", ["a" * 10_000, "\0", "look\0", "\ud800", "\u00e9", "look\x1b[2J"])
+def test_commands_that_the_interpreter_cannot_take_are_answered(tmp_path: pathlib.Path, action: str) -> None:
+  env = textworld_factory(TextWorldConfig(directory=str(tmp_path), num_games=1, quest_length=1))()
+  env.reset(0)
+  step = env.step(f"{action}<|end|>")
+  assert "printable ASCII" in step.observation and not step.done and step.reward == 0.0
+  assert not env.step("look<|end|>").done
+  env.close()
