@@ -77,8 +77,9 @@ def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, m
     raise EpisodeFailure("bad_step", f"Environment.step must return a Step; received {type(step).__name__}.")
   text = check_text(step.observation, "observation", max_chars)
   reward: Any = step.reward
+  is_number = isinstance(reward, (numbers.Real, np.number, np.bool_))
   # Compared before it is made a float: an int may be too large for one. NaN is in no range.
-  if not isinstance(reward, (numbers.Real, np.number, np.bool_)) or not -max_abs_reward <= reward <= max_abs_reward:
+  if not is_number or not -max_abs_reward <= reward <= max_abs_reward:
     limit, received = f"EngineConfig.max_abs_reward = {max_abs_reward:g}", repr(reward)[:80]
     raise EpisodeFailure("bad_reward", f"Step.reward must be a number within +-{limit}; received {received}.")
   success = step.info.get("success")
