@@ -28,138 +28,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from absl import app, flags, logging
 
 from experiments import chaos_run
-from experiments.domains.digits import DigitsTokenizer
+from experiments.domains.overload import SCENARIOS, Clock, Scenario, Times, make_domain
 from sao_jax import loop
 from sao_jax.config import CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig
 from sao_jax.io.console import Console
 from sao_jax.learner import OptimizerConfig
 from sao_jax.rollout import EpisodeRequest, TrajectoryQueue, sources
-from sao_jax.types import Domain, Environment, Split, Step, Trajectory
+from sao_jax.types import Trajectory
 
 GROWTH: Mapping[str, tuple[float, float]] = {
   "rss_mb": (40.0, 0.06), "threads": (3.0, 0.1), "children": (1.0, 0.0), "fds": (3.0, 0.05),
-  "live_arrays": (16.0, 0.05), "live_mb": (4.0, 0.05),
+  "live_arrays": (64.0, 0.05), "live_mb": (4.0, 0.05),
 }  # fmt: skip
-"""What a quantity may rise by over the part of the run that is judged: absolute, and as a share of its median."""
+"""What a quantity may rise by over the part of the run that is judged: absolute, and as a share of its median. Copies
+of the weights come and go with every publication, hence the arrays."""
 SETTLING = 0.3
 """Share of the run that is not judged for growth: programs are compiled, pools and caches fill."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scenario:
-  """What is wrong with the load. Times in seconds, for the whole run unless it says otherwise."""
-
-  learner_s: float = 0.0
-  """The learner waits so long in every step."""
-  tool_s: float = 0.002
-  """Every step of an environment takes so long."""
-  slow_share: float = 0.0
-  """Share of the episodes whose last step takes `--slow_tool_s`."""
-  long_turns: int = 0
-  """Turns of one episode; all others then have one."""
-  faults: bool = False
-  """Some environments raise, hang, flood or give back nonsense."""
-  stalls: bool = False
-  """Every `--stall_every_s` all tools stand still for `--stall_s`."""
-  episodes: int | None = None
-  """The run ends after so many trajectories were trained on; None: after `--minutes`."""
-  max_len: int = 32
-
-
-SCENARIOS: Mapping[str, Scenario] = {
-  "slow_learner": Scenario(learner_s=0.5),
-  "slow_rollouts": Scenario(tool_s=0.1),
-  "short_episodes": Scenario(tool_s=0.0, episodes=10_000),
-  "long_episode": Scenario(long_turns=1000, max_len=2560),
-  "slow_tool": Scenario(slow_share=0.03),
-  "stall": Scenario(stalls=True),
-  "mixed": Scenario(learner_s=0.2, tool_s=0.02, slow_share=0.01, faults=True, stalls=True),
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Times:
-  """How long the slow things take."""
-
-  minutes: float
-  slow_tool_s: float
-  stall_every_s: float
-  stall_s: float
-  env_timeout_s: float
-
-
-class Clock:
-  """Runs from the first episode on: what comes before it is compiling."""
-
-  def __init__(self) -> None:
-    self.began: float | None = None
-
-  def start(self) -> None:
-    """Does nothing if it runs already."""
-    self.began = self.began or time.monotonic()
-
-  @property
-  def seconds(self) -> float:
-    return 0.0 if self.began is None else time.monotonic() - self.began
-
-
-class SoakEnv(Environment):
-  """Answers `w` to everything until its task's number of turns is reached; misbehaves as the scenario says."""
-
-  def __init__(self, scenario: Scenario, times: Times, clock: Clock):
-    self._scenario, self._times, self._clock = scenario, times, clock
-    self._turns_left, self._last_s, self._fault = 0, 0.0, ""
-
-  def reset(self, task_index: int) -> str:
-    self._clock.start()
-    rng = np.random.default_rng(task_index)
-    scenario = self._scenario
-    self._turns_left = int(rng.integers(1, 4))
-    if scenario.long_turns or scenario.episodes is not None:
-      self._turns_left = scenario.long_turns if scenario.long_turns and task_index == 7 else 1
-    self._last_s = self._times.slow_tool_s if rng.random() < scenario.slow_share else scenario.tool_s
-    faults = ("raise", "flood", "nonsense", "hang")
-    self._fault = str(rng.choice(faults, p=(0.3, 0.3, 0.3, 0.1))) if scenario.faults and rng.random() < 0.04 else ""
-    if self._fault == "raise" and rng.random() < 0.5:
-      raise ConnectionError("the tool server does not answer")
-    return f"?{task_index % 10}"
-
-  def step(self, action: str) -> Step:
-    self._turns_left -= 1
-    done = self._turns_left == 0
-    time.sleep(self._last_s if done else self._scenario.tool_s)
-    if self._scenario.stalls and self._clock.seconds > self._times.stall_every_s:
-      time.sleep(max(0.0, self._times.stall_s - self._clock.seconds % self._times.stall_every_s))
-    if self._fault == "raise":
-      raise RuntimeError("the tool died")
-    if self._fault == "flood":
-      return Step(observation="w" * 3_000_000)
-    if self._fault == "hang":
-      time.sleep(2 * self._times.env_timeout_s)
-    reward = float("nan") if self._fault == "nonsense" else float(action.startswith(";"))
-    return Step(observation="" if done else "w", reward=reward, done=done)
-
-  def close(self) -> None:
-    """Holds nothing."""
-
-
-def make_domain(scenario: Scenario, times: Times, clock: Clock) -> Domain:
-  """Demonstrations say `;` to everything, so that episodes take as many turns as their task wants."""
-
-  def make_env(split: Split) -> SoakEnv:
-    return SoakEnv(scenario, times, clock)
-
-  def demonstrate(task_index: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
-    turns = [(";", True), ("w", False)] * int(rng.integers(1, 4))
-    return [(f"?{task_index % 10}", False), *turns[:-1]]
-
-  return Domain(
-    make_env=make_env, tokenizer=DigitsTokenizer(), num_train_tasks=1_000_000, num_eval_tasks=1, demonstrate=demonstrate
-  )
+FIRST_BATCHES = 4
+"""Of these nothing is judged: they wait for programs to be compiled."""
+FEWEST_SAMPLES = 16
+"""Of fewer samples no growth can be told from noise."""
 
 
 def make_config(scenario: Scenario, times: Times) -> RunConfig:
@@ -169,6 +60,7 @@ def make_config(scenario: Scenario, times: Times) -> RunConfig:
   rows = 1 if scenario.max_len > 128 else base.learner.rows_per_microbatch
   return dataclasses.replace(
     base,
+    max_staleness=10_000 if scenario.long_turns else base.max_staleness,  # or the long episode would be dropped
     eval_episodes=0,
     warm_start=WarmStartConfig(num_steps=60, batch_size=32, optimizer=OptimizerConfig(learning_rate=2e-2)),
     critic=CriticConfig(),
@@ -199,6 +91,7 @@ class Books:
     self.longest = {"episode_s": 0.0, "wait_for_learner_s": 0.0, "wait_for_batch_s": 0.0}
     self.batches: list[float] = []
     self.trained = 0
+    self.most_turns = 0
     self.failed = 0
     self.most_waiting = 0
 
@@ -218,6 +111,11 @@ class Books:
       return batch
 
     sources.AsyncSource.next_batch = next_batch  # type: ignore[method-assign]
+
+  @property
+  def warm(self) -> bool:
+    """Whether the learner had its first batches, and everything is compiled."""
+    return len(self.batches) >= FIRST_BATCHES
 
   def unfinished(self) -> float:
     """Seconds since the start of the oldest episode that is under way."""
@@ -257,21 +155,23 @@ class Books:
 
   def _end(self, episode_id: int) -> None:
     with self._lock:
-      took = time.monotonic() - self._started.pop(episode_id)
-      self.longest["episode_s"] = max(self.longest["episode_s"], took)
+      self._judge("episode_s", self._started.pop(episode_id))
+
+  def _judge(self, name: str, since: float) -> None:
+    if self.warm and since > self.batches[FIRST_BATCHES - 1]:
+      self.longest[name] = max(self.longest[name], time.monotonic() - since)
 
   def _note_batch(self, batch: Sequence[Trajectory], waited: float) -> None:
     now = time.monotonic()
     with self._lock:
       for trajectory in batch:
-        waiting = now - self._ended.pop(trajectory.episode_id)
-        self.longest["wait_for_learner_s"] = max(self.longest["wait_for_learner_s"], waiting)
+        self._judge("wait_for_learner_s", self._ended.pop(trajectory.episode_id))
       newest = max(trajectory.episode_id for trajectory in batch)
       for episode in [e for e in self._ended if e < newest - 10_000]:
         del self._ended[episode]  # dropped as too stale
-    if self.batches:  # the first wait is that for the engine's programs
-      self.longest["wait_for_batch_s"] = max(self.longest["wait_for_batch_s"], waited)
+    self._judge("wait_for_batch_s", now - waited)
     self.trained += len(batch)
+    self.most_turns = max(self.most_turns, *(trajectory.num_turns for trajectory in batch))
     self.batches.append(now)
 
 
@@ -354,10 +254,10 @@ def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: f
   def watch() -> None:
     while not over.wait(sample_s):
       row = sample(books, clock)
-      if books.batches:
+      if books.warm:
         samples.append(row)
       print("  ".join(f"{name} {value:.0f}" for name, value in row.items()), flush=True)
-      if scenario.episodes is None and row["seconds"] > 60 * times.minutes:
+      if scenario.episodes is None and len(samples) * sample_s > 60 * times.minutes:
         os.kill(os.getpid(), signal.SIGTERM)  # the loop saves and ends
         return
 
@@ -378,16 +278,19 @@ def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: f
     "wait_for_batch_s": patience,
   }
   starved = {name: value for name, value in books.longest.items() if value > allowed[name]}
-  grown = growth(samples)
+  grown = growth(samples) if len(samples) >= FEWEST_SAMPLES else {}
   again = recovery(books.batches, clock.began or 0.0, times) if scenario.stalls else None
   faults = [f"{name} grows" for name, row in grown.items() if row["grows"]]
+  faults += [] if grown else [f"{len(samples)} samples are too few to tell growth; lower --sample_s"]
   faults += [f"{name} {value:.1f} > {allowed[name]:.1f}" for name, value in starved.items()]
   faults += [f"throughput after stalls is {again:.2f} of before"] if again is not None and again < 0.6 else []
   faults += ["the run ended by itself"] if scenario.episodes is None and summary is not None else []
+  faults += ["the long episode was not trained on"] if books.most_turns < scenario.long_turns else []
   faults += ["the queue held more than its capacity"] if books.most_waiting > 2 * config.batch_size else []
   return {
     "seconds": round(seconds, 1), "samples": len(samples), "trajectories": books.trained,
     "trajectories_per_s": round(books.trained / seconds, 2), "failed_episodes": books.failed,
+    "most_turns": books.most_turns,
     "longest": {name: round(value, 2) for name, value in books.longest.items()}, "most_waiting": books.most_waiting,
     "recovered_to": None if again is None else round(again, 2), "growth": grown, "faults": faults,
   }  # fmt: skip
@@ -395,7 +298,7 @@ def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: f
 
 def define_flags() -> None:
   flags.DEFINE_enum("scenario", "mixed", list(SCENARIOS), "What is wrong with the load.")
-  flags.DEFINE_float("minutes", 30.0, "How long (not for short_episodes).", lower_bound=0.01)
+  flags.DEFINE_float("minutes", 30.0, "How long, from when all is compiled (not for short_episodes).", lower_bound=0.01)
   flags.DEFINE_integer("episodes", None, "For short_episodes: how many, instead of 10,000.", lower_bound=16)
   flags.DEFINE_integer("long_turns", None, "For long_episode: turns of the long one, instead of 1,000.", lower_bound=2)
   flags.DEFINE_float("slow_tool_s", 120.0, "What a slow tool takes.")
