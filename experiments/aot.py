@@ -152,19 +152,23 @@ def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.sta
   """One token for every slot: logits of the next one, caches of `seq` tokens updated in place."""
   policy = cached_policy(model)
 
-  def step(params: Any, cache: Any, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
-    hidden, cache = policy.step(params, cache, tokens, positions, live_len=load.seq)
-    return jnp.dot(hidden, policy.lm_head(params), preferred_element_type=jnp.float32), cache
+  def step(params: Any, window: Any, tokens: jax.Array, i: jax.Array) -> tuple[jax.Array, Any]:
+    prepared = policy.prepare(params)
+    hidden, window = policy.step(prepared, window, tokens, i)
+    return jnp.dot(hidden, policy.lm_head(prepared), preferred_element_type=jnp.float32), window
 
   shapes = policy_shapes(model)
   params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, model.compute_dtype), shapes)
-  cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.seq))
   rows = tuple(axis for axis in ROWS if mesh.shape[axis] > 1) or None
   slots = jax.ShapeDtypeStruct((load.slots,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
-  cache_places = cache_shardings(cache, mesh)
+  whole = NamedSharding(mesh, PartitionSpec())
+  cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.seq))
+  window = jax.eval_shape(lambda cache, at: policy.window(cache, at, steps=1, live_len=load.seq), cache, slots)
+  places = {**jax.tree.map(lambda _: whole, window), "layers": cache_shardings(window["layers"], mesh)}
   logits = NamedSharding(mesh, PartitionSpec(rows, "tensor"))
-  jitted = jax.jit(on_mesh(step, mesh), donate_argnums=1, out_shardings=(logits, cache_places))
-  return jitted.lower(placed(params, shardings_for(params, mesh)), placed(cache, cache_places), slots, slots)
+  jitted = jax.jit(on_mesh(step, mesh), donate_argnums=1, out_shardings=(logits, places))
+  i = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+  return jitted.lower(placed(params, shardings_for(params, mesh)), placed(window, places), slots, i)
 
 
 def device_bytes(tree: Any, mesh: Mesh) -> int:

@@ -21,6 +21,9 @@ Params: TypeAlias = Any
 Cache: TypeAlias = Any
 """A pytree of key/value arrays. Its layout is the model's business; the engine only passes it on (donated)."""
 
+Window: TypeAlias = Any
+"""A pytree: the part of a cache that a decode loop works on, and what it needs besides."""
+
 Ended: TypeAlias = Literal["terminal", "truncated"]
 
 
@@ -74,25 +77,28 @@ class CachedPolicy(NamedTuple):
   `live_len` is a static upper bound on `start + count`: no cache entry at or past it is read.
   """
 
-  step: Callable[..., tuple[jax.Array, Cache]]
-  """`(params, cache, tokens [S], positions [S], *, live_len) -> (hidden [S, D], cache)`.
+  window: Callable[..., Window]
+  """`(cache, positions [S], *, steps, live_len) -> window`: opens a loop of `steps` decode steps.
 
-  Feeds one token to every slot: writes its keys and values at `positions[s]`, attends to `0 .. positions[s]`. A slot
-  that is idle may be fed anything at its next free position, since a later write there replaces it. Positions at or
-  past `live_len` write nothing.
+  Slot s is fed at `positions[s] + i` in step i and attends to the cache before `positions[s]`. `live_len` is a static
+  upper bound on `positions + steps` of every slot whose hidden states are wanted; it may pass the cache's `max_len`,
+  since the last steps of a loop need not be.
   """
+
+  step: Callable[..., tuple[jax.Array, Window]]
+  """`(prepared, window, tokens [S], i) -> (hidden [S, D], window)`: step i = 0, 1, ... of the loop.
+
+  Feeds one token to every slot. A slot that is idle may be fed anything.
+  """
+
+  merge: Callable[[Cache, Window, jax.Array], Cache]
+  """`(cache, window, count [S]) -> cache`: what the first `count[s]` steps fed to slot s is written, nothing else."""
 
   lm_head: Callable[[Params], jax.Array]
-  """`(params) -> [D, V]`."""
+  """`(prepared) -> [D, V]`."""
 
-  window: Callable[[Cache, int], Cache] = lambda cache, live_len: cache
-  """`(cache, live_len) -> cache of max_len = live_len`: what a loop over `step` should carry.
-
-  A step that reads part of a longer cache may copy that part every time; a window is copied once per loop.
-  """
-
-  merge: Callable[[Cache, Cache], Cache] = lambda cache, window: window
-  """`(cache, window) -> cache`: the cache with the window's entries put back."""
+  prepare: Callable[[Params], Params] = lambda params: params
+  """`(params) -> prepared`: the weights as decoding wants them (joined, say); computed once per policy version."""
 
 
 class Tokenizer(Protocol):

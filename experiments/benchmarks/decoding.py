@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -51,25 +52,33 @@ def matmul_gflops(size: int = 1024, seconds: float = 0.3) -> float:
   return 2.0 * size**3 / best / 1e9
 
 
+def num_lanes() -> int:
+  """Lanes that suit this machine: a power of two, at most the cores this process may use; one on an accelerator."""
+  cores = len(os.sched_getaffinity(0)) if jax.default_backend() == "cpu" else 1
+  return 1 << (cores.bit_length() - 1)
+
+
 def raw_decoder(
-  params: Params, *, slots: int, new_tokens: int, chunk_steps: int, live_buckets: tuple[int, ...]
+  params: Params, *, slots: int, new_tokens: int, chunk_steps: int, live_buckets: tuple[int, ...], lanes: int
 ) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
   """`f(seed)`: prefills random prompts, decodes `new_tokens` for each; returns tokens and log-probs `[N, S]`."""
   spec = SamplerSpec(model=POLICY, chunk_steps=chunk_steps, temperature=1.0, stop_ids=())
-  sampler = Sampler(spec, num_slots=slots, max_len=live_buckets[-1])
+  sampler = Sampler(spec, num_slots=slots, max_len=live_buckets[-1], num_lanes=lanes)
   prompts = np.random.default_rng(0).integers(1, MODEL.vocab_size, (slots, PROMPT_TOKENS)).astype(np.int32)
   base = jax.random.key(0, impl="threefry2x32")
 
   def generate(seed: int) -> tuple[np.ndarray, np.ndarray]:
     key = jax.random.fold_in(base, seed)
     rows = [PrefillRow(s, 0, prompts[s, :-1], int(prompts[s, -1]), new_tokens, True, s) for s in range(slots)]
-    sampler.prefill(
-      params, rows, num_rows=slots, width=PROMPT_TOKENS, live_len=bucket(live_buckets, PROMPT_TOKENS)
-    )
+    for lane in range(lanes):
+      sampler.prefill(
+        params, rows[lane::lanes], num_rows=slots // lanes, width=PROMPT_TOKENS,
+        live_len=bucket(live_buckets, PROMPT_TOKENS),
+      )
     chunks = []
     for done in range(0, new_tokens, chunk_steps):
       need = PROMPT_TOKENS - 1 + min(done + chunk_steps, new_tokens)
-      chunks.append(sampler.fetch(sampler.decode(params, key, live_len=bucket(live_buckets, need))))
+      chunks.append(sampler.fetch(sampler.decode(params, key, live_lens=[bucket(live_buckets, need)] * lanes)))
     tokens, logp = (np.concatenate([getattr(x, name) for x in chunks])[:new_tokens] for name in ("tokens", "logp"))
     return tokens, logp
 

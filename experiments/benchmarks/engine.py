@@ -82,7 +82,7 @@ def engine_rates(
 
 
 def run(
-  *, slots: int, max_len: int, chunk_steps: int, env_workers: int, seconds: float, repeats: int
+  *, slots: int, max_len: int, chunk_steps: int, lanes: int, env_workers: int, seconds: float, repeats: int
 ) -> dict[str, float]:
   """Times engine and sampler in turns, prints rows and returns the last line's object."""
   params = init_policy(decoding.MODEL, jax.random.key(0))
@@ -97,9 +97,11 @@ def run(
     # Few lengths: every one is a decode program and two prefill programs.
     live_buckets=(max_len // 2, max_len),
     env_workers=env_workers,
+    num_lanes=lanes,
   )
   raw = decoding.raw_decoder(
-    params, slots=slots, new_tokens=_SAMPLER_TOKENS, chunk_steps=chunk_steps, live_buckets=config.live_buckets
+    params, slots=slots, new_tokens=_SAMPLER_TOKENS, chunk_steps=chunk_steps, live_buckets=config.live_buckets,
+    lanes=config.num_lanes,
   )
   raw(0)  # compiles
   best, best_raw = 0.0, 0.0
@@ -118,6 +120,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("slots", 32, "Sequences decoded at once.", lower_bound=1)
   flags.DEFINE_integer("max_len", 512, "Tokens per trajectory at most.", lower_bound=256)
   flags.DEFINE_integer("chunk_steps", 16, "Decode steps per jitted chunk.", lower_bound=1)
+  flags.DEFINE_integer("lanes", decoding.num_lanes(), "Lanes of the sampler: threads that decode.", lower_bound=1)
   flags.DEFINE_integer("env_workers", 4, "Environment threads; 0 runs them inline.", lower_bound=0)
   flags.DEFINE_float("seconds", 5.0, "Length of each measurement.", lower_bound=0.0)
   flags.DEFINE_integer("repeats", 3, "Rounds; the best of each contender counts.", lower_bound=1)
@@ -126,7 +129,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  names = ("slots", "max_len", "chunk_steps", "env_workers", "seconds", "repeats")
+  names = ("slots", "max_len", "chunk_steps", "lanes", "env_workers", "seconds", "repeats")
   print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 

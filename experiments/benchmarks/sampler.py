@@ -96,7 +96,7 @@ def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
   return generate
 
 
-def run(*, slots: int, new_tokens: int, chunk_steps: int, repeats: int) -> dict[str, float | None]:
+def run(*, slots: int, new_tokens: int, chunk_steps: int, lanes: int, repeats: int) -> dict[str, float | None]:
   """Times all contenders, prints rows and returns the last line's object."""
   length = decoding.PROMPT_TOKENS + new_tokens
   params = init_policy(decoding.MODEL, jax.random.key(0))
@@ -105,7 +105,8 @@ def run(*, slots: int, new_tokens: int, chunk_steps: int, repeats: int) -> dict[
     slots=slots,
     new_tokens=new_tokens,
     chunk_steps=chunk_steps,
-    live_buckets=tuple(range(64, length, 64)) + (length,),
+    live_buckets=tuple(range(32, length, 32)) + (length,),
+    lanes=lanes,
   )
   contenders: dict[str, Callable[[int], int]] = {"sao_jax": lambda seed: ours(seed)[0].size}
   if (tunix := tunix_decoder(slots, new_tokens)) is not None:
@@ -139,13 +140,14 @@ def define_flags() -> None:
   flags.DEFINE_integer("slots", 32, "Sequences decoded at once.", lower_bound=1)
   flags.DEFINE_integer("new_tokens", 256, "New tokens of each sequence.", lower_bound=1)
   flags.DEFINE_integer("chunk_steps", 32, "Decode steps per jitted chunk.", lower_bound=1)
+  flags.DEFINE_integer("lanes", decoding.num_lanes(), "Lanes of the sampler: threads that decode.", lower_bound=1)
   flags.DEFINE_integer("repeats", 5, "Rounds; the best of each contender counts.", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  names = ("slots", "new_tokens", "chunk_steps", "repeats")
+  names = ("slots", "new_tokens", "chunk_steps", "lanes", "repeats")
   print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 

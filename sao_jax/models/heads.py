@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from sao_jax.models import decode
 from sao_jax.models.config import ModelConfig
-from sao_jax.models.transformer import Transformer, cache_window, init_cache, merge_window
+from sao_jax.models.transformer import Transformer, init_cache
 from sao_jax.types import Cache, CachedPolicy, Params, PolicyApply, PolicyOutput, ValueApply
 
 
@@ -111,14 +113,15 @@ def cached_policy(config: ModelConfig) -> CachedPolicy:
   ) -> tuple[jax.Array, Cache]:
     return model.apply({"params": params}, cache, tokens, slots, start, count, live_len, method="extend")
 
-  def step(
-    params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array, *, live_len: int
-  ) -> tuple[jax.Array, Cache]:
-    return model.apply({"params": params}, cache, tokens, positions, live_len, method="step")
-
   def new_cache(num_slots: int, max_len: int) -> Cache:
     return init_cache(config, num_slots, max_len)
 
   return CachedPolicy(
-    init_cache=new_cache, extend=extend, step=step, lm_head=lm_head(config), window=cache_window, merge=merge_window
+    init_cache=new_cache,
+    extend=extend,
+    prepare=functools.partial(decode.prepare, config),
+    window=functools.partial(decode.open_window, config),
+    step=functools.partial(decode.step, config),
+    lm_head=decode.lm_head,
+    merge=decode.merge_window,
   )

@@ -64,17 +64,22 @@ class Linear(nn.Module):
     return y
 
 
+def rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
+  """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, in float32; returned in the config's dtype."""
+  x32 = x.astype(jnp.float32)
+  inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
+  return (x32 * inverse * scale.astype(jnp.float32)).astype(config.compute_dtype)
+
+
 class RMSNorm(nn.Module):
-  """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32 whatever the dtype of x."""
+  """`rms_norm` with a scale of its own."""
 
   config: ModelConfig
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.dtype(self.config.param_dtype))
-    x32 = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.config.norm_eps)
-    return (x32 * inverse * scale.astype(jnp.float32)).astype(self.config.compute_dtype)
+    return rms_norm(x, scale, self.config)
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
@@ -135,19 +140,6 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
   return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype) if rest.shape[-1] else rotated.astype(x.dtype)
 
 
-def step_attention(
-  q: jax.Array, cache: LayerCache, positions: jax.Array, *, live_len: int, scale: float
-) -> jax.Array:
-  """One query per slot, q `[S, H, Dh]`, over cache entries `0 .. positions[s]` -> `[S, H, Dh]`."""
-  key, value = cache["key"][..., :live_len], cache["value"][:, :, :live_len]
-  slots, heads, dim = q.shape
-  grouped = (q * scale).reshape(slots, key.shape[1], -1, dim)
-  scores = jnp.einsum("skgd,skdt->skgt", grouped, key, preferred_element_type=jnp.float32)
-  allowed = jnp.arange(live_len)[None, :] <= positions[:, None]
-  weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, _MASKED), axis=-1).astype(q.dtype)
-  return jnp.einsum("skgt,sktd->skgd", weights, value).reshape(slots, heads, dim)
-
-
 def extend_attention(
   q: jax.Array, cache: LayerCache, slots: jax.Array, positions: jax.Array, *, live_len: int, scale: float
 ) -> jax.Array:
@@ -162,27 +154,57 @@ def extend_attention(
   return jnp.einsum("rkgct,rktd->rckgd", weights, value).reshape(rows, chunk, heads, dim)
 
 
-def write_step(cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array, *, live_len: int) -> LayerCache:
-  """Writes one key and value per slot, k and v `[S, K, Dh]`, at `positions` `[S]`; past `live_len` nothing."""
-  slots = jnp.arange(k.shape[0])
-  at = jnp.where(positions < live_len, positions, cache["key"].shape[-1])
-  return LayerCache(
-    key=cache["key"].at[slots, :, :, at].set(k, mode="drop"),
-    value=cache["value"].at[slots, :, at, :].set(v, mode="drop"),
-  )
+def write_span(
+  array: jax.Array, new: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array, *, time_axis: int
+) -> jax.Array:
+  """Writes `count[r]` entries of row r of `new` into slot `slots[r]` of `array`, from time `start[r]` on.
+
+  Row by row, each a slice that is read, changed and put back in place: a scatter computes an address per element.
+
+  Args:
+    array: `[S, ...]`.
+    new: `[R, ...]`, the shape of `array` but for R and for C, its length in time.
+    slots: `[R]` int32; a row outside [0, S) writes nothing.
+    start: `[R]` int32.
+    count: `[R]` int32: at most C, and `start + count` at most the length of `array` in time.
+    time_axis: which axis of a slot's array is time.
+
+  Returns:
+    `array` with the entries replaced.
+  """
+  width = min(new.shape[1 + time_axis], array.shape[1 + time_axis])
+  new = jax.lax.slice_in_dim(new, 0, width, axis=1 + time_axis)
+  last = array.shape[1 + time_axis] - width
+  shape = [1] * (array.ndim - 1)
+  shape[time_axis] = width
+  at = jnp.arange(width).reshape(shape)
+  padding = [(0, 0)] * (array.ndim - 1)
+  padding[time_axis] = (width, 0)
+
+  def one(r: jax.Array, array: jax.Array) -> jax.Array:
+    # A slice that would stick out starts earlier instead, and the new entries move right inside it.
+    shift = jnp.maximum(start[r] - last, 0)
+    slot = jnp.clip(slots[r], 0, array.shape[0] - 1)
+    inside = (slots[r] == slot) & (at >= shift) & (at < shift + count[r])
+    where = [slot] + [jnp.int32(0)] * (array.ndim - 1)
+    where[1 + time_axis] = start[r] - shift
+    sizes = list(array.shape[1:])
+    sizes[time_axis] = width
+    old = jax.lax.dynamic_slice(array, where, [1, *sizes])
+    moved = jax.lax.dynamic_slice_in_dim(jnp.pad(new[r], padding), width - shift, width, axis=time_axis)
+    return jax.lax.dynamic_update_slice(array, jnp.where(inside, moved, old[0])[None], where)
+
+  written: jax.Array = jax.lax.fori_loop(0, slots.shape[0], one, array)
+  return written
 
 
 def write_rows(
   cache: LayerCache, k: jax.Array, v: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array
 ) -> LayerCache:
   """Writes `k[r, :count[r]]`, `v[r, :count[r]]` (`[R, C, K, Dh]`) into slot `slots[r]` from position `start[r]` on."""
-  num_slots, _, _, max_len = cache["key"].shape
-  offsets = jnp.arange(k.shape[1])
-  at = jnp.where(offsets < count[:, None], start[:, None] + offsets, max_len)
-  rows = jnp.where(slots < num_slots, slots, num_slots)[:, None]
   return LayerCache(
-    key=cache["key"].at[rows, :, :, at].set(k, mode="drop"),
-    value=cache["value"].at[rows, :, at, :].set(v, mode="drop"),
+    key=write_span(cache["key"], k.transpose(0, 2, 3, 1), slots, start, count, time_axis=2),
+    value=write_span(cache["value"], v.transpose(0, 2, 1, 3), slots, start, count, time_axis=1),
   )
 
 
@@ -217,15 +239,6 @@ class Attention(nn.Module):
     q, k, v = self._project(x, rope)
     config = self.config
     return self._output(packed_attention(q, k, v, segment_ids, config.attention_scale, config.attention_impl))
-
-  def step(
-    self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, positions: jax.Array, live_len: int
-  ) -> tuple[jax.Array, LayerCache]:
-    """x `[S, D]`: one token per slot."""
-    q, k, v = self._project(x, rope)
-    cache = write_step(cache, k, v, positions, live_len=live_len)
-    heads = step_attention(q, cache, positions, live_len=live_len, scale=self.config.attention_scale)
-    return self._output(heads), cache
 
   def extend(
     self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, slots: jax.Array, start: jax.Array,

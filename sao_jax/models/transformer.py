@@ -38,12 +38,6 @@ class Block(nn.Module):
   def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
     return self._feed_forward(x + self.attention(self.input_norm(x), rope, segment_ids))
 
-  def step(
-    self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, positions: jax.Array, live_len: int
-  ) -> tuple[jax.Array, LayerCache]:
-    y, cache = self.attention.step(self.input_norm(x), rope, cache, positions, live_len)
-    return self._feed_forward(x + y), cache
-
   def extend(
     self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, slots: jax.Array, start: jax.Array,
     count: jax.Array, live_len: int,
@@ -102,15 +96,6 @@ class Transformer(nn.Module):
       x = hold_tokens(layer(x, rope, segment_ids))
     return self.final_norm(x)
 
-  def step(self, cache: Cache, tokens: jax.Array, positions: jax.Array, live_len: int) -> tuple[jax.Array, Cache]:
-    """One token per slot, `[S]` -> `[S, D]`; see `types.CachedPolicy.step`."""
-    rope = rope_tables(self.config, positions)
-    x = self.embed(tokens)
-    new_cache = {}
-    for i, layer in enumerate(self.layers):
-      x, new_cache[f"layers_{i}"] = layer.step(x, rope, cache[f"layers_{i}"], positions, live_len)
-    return self.final_norm(x), new_cache
-
   def extend(
     self, cache: Cache, tokens: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array, live_len: int
   ) -> tuple[jax.Array, Cache]:
@@ -134,17 +119,3 @@ def init_cache(config: ModelConfig, num_slots: int, max_len: int) -> Cache:
     )
     for i in range(config.num_layers)
   }
-
-
-def cache_window(cache: Cache, live_len: int) -> Cache:
-  """The first `live_len` positions of every slot, as a cache of its own; see `types.CachedPolicy.window`."""
-  return {
-    name: LayerCache(key=layer["key"][..., :live_len], value=layer["value"][:, :, :live_len])
-    for name, layer in cache.items()
-  }
-
-
-def merge_window(cache: Cache, window: Cache) -> Cache:
-  """Puts the positions of `window` back; see `types.CachedPolicy.merge`."""
-  origin = (0, 0, 0, 0)
-  return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice(whole, part, origin), cache, window)

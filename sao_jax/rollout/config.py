@@ -17,6 +17,9 @@ class EngineConfig:
 
   num_slots: int = 32
   """Episodes decoded at once."""
+  num_lanes: int = 1
+  """Groups of slots, each decoded by a thread of its own; divides `num_slots`. On a CPU that has nothing else to do its
+  number of cores, since most operations of a small model run on one; on an accelerator 1."""
   max_len: int = 512
   """Tokens of a trajectory; what does not fit is cut and the trajectory is 'truncated'."""
   max_action_tokens: int = 128
@@ -61,6 +64,10 @@ class EngineConfig:
     for name in ("num_slots", "max_action_tokens", "max_turns", "chunk_steps", "max_observation_chars"):
       if getattr(self, name) < 1:
         raise ValueError(f"EngineConfig.{name} must be >= 1; received {getattr(self, name)}.")
+    if self.num_lanes < 1 or self.num_slots % self.num_lanes:
+      raise ValueError(
+        f"EngineConfig.num_lanes must be a divisor of num_slots = {self.num_slots}; received {self.num_lanes}."
+      )
     if self.max_len < 2:
       raise ValueError(f"EngineConfig.max_len must be >= 2 (a prompt and an action token); received {self.max_len}.")
     if not 0.0 < self.temperature < float("inf"):
@@ -97,6 +104,10 @@ class EngineConfig:
       sizes.append(size)
       size *= 2
     return (*sizes, self.max_len)
+
+  def window_lengths(self) -> tuple[int, ...]:
+    """The lengths of decode windows: those of `live_lengths`, the last one with room for a chunk past `max_len`."""
+    return (*self.live_lengths()[:-1], self.max_len + self.chunk_steps)
 
 
 def bucket(sizes: tuple[int, ...], need: int) -> int:

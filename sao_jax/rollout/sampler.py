@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry_2x32
 
-from sao_jax.types import Cache, CachedPolicy, Params
+from sao_jax.types import Cache, CachedPolicy, Params, Window
 
 _HEADER = 7  # slot, start, count, next token, budget, activate, episode
 _MAX_UNIFORM = 1.0 - 2.0**-20  # keeps a sampled threshold below the total, so that no token of weight 0 is chosen
 _BLOCK = 32
 
+_T = TypeVar("_T")
 
-_Carry: TypeAlias = "tuple[jax.Array, Cache, SlotState, jax.Array, jax.Array]"
+_Carry: TypeAlias = "tuple[jax.Array, Window, SlotState, jax.Array, jax.Array]"
 
 
 class SlotState(NamedTuple):
@@ -48,6 +50,10 @@ class Chunk(NamedTuple):
   """`[S]` int32."""
   active: np.ndarray
   """`[S]` bool: the slot goes on in the next chunk."""
+
+
+RunningChunk: TypeAlias = "list[Future[jax.Array] | None]"
+"""A dispatched decode chunk, by lane; None: the lane has nothing to decode."""
 
 
 class PrefillRow(NamedTuple):
@@ -141,19 +147,24 @@ def _prefill(
   return cache, jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), state, rows)
 
 
+@functools.partial(jax.jit, static_argnames="spec")
+def _prepare(params: Params, *, spec: SamplerSpec) -> Params:
+  return spec.model.prepare(params)
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "live_len"), donate_argnums=(1, 2))
 def _decode(
-  params: Params, cache: Cache, state: SlotState, key: jax.Array, *, spec: SamplerSpec, live_len: int
+  prepared: Params, cache: Cache, state: SlotState, key: jax.Array, *, spec: SamplerSpec, live_len: int
 ) -> tuple[Cache, SlotState, jax.Array]:
   model, steps = spec.model, spec.chunk_steps
-  lm_head = model.lm_head(params)
+  lm_head = model.lm_head(prepared)
   noise = slot_noise(key, state.episode, state.position, steps=steps)
   first_position = state.position
   stop_ids = np.asarray(spec.stop_ids, np.int32)
 
   def body(carry: _Carry) -> _Carry:
     i, window, state, tokens_out, logp_out = carry
-    hidden, window = model.step(params, window, state.token, state.position, live_len=live_len)
+    hidden, window = model.step(prepared, window, state.token, i)
     logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / spec.temperature
     tokens, logp = sample_tokens(logits, noise[i])
     budget = state.budget - state.active
@@ -168,80 +179,152 @@ def _decode(
     return i + 1, window, new, tokens_out.at[i].set(tokens), logp_out.at[i].set(logp)
 
   shape = (steps, state.token.shape[0])
-  window = model.window(cache, live_len)
+  window = model.window(cache, state.position, steps=steps, live_len=live_len)
   carry = (jnp.int32(0), window, state, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
   # A while loop rather than a scan: it ends when every slot waits.
   _, window, state, tokens, logp = jax.lax.while_loop(
     lambda carry: (carry[0] < steps) & carry[2].active.any(), body, carry
   )
+  count = state.position - first_position
   out = jnp.concatenate([
     tokens,
     jax.lax.bitcast_convert_type(logp, jnp.int32),
-    (state.position - first_position)[None],
+    count[None],
     state.active[None].astype(jnp.int32),
   ])
-  return model.merge(cache, window), state, out
+  return model.merge(cache, window, count), state, out
+
+
+class _Lane:
+  """Some of the slots: their cache and state, donated to every call, so that nothing is copied."""
+
+  def __init__(self, spec: SamplerSpec, num_slots: int, max_len: int):
+    self.cache = spec.model.init_cache(num_slots, max_len)
+    # Distinct buffers: each is donated.
+    zeros = [jnp.zeros((num_slots,), jnp.int32) for _ in range(4)]
+    self.state = SlotState(
+      token=zeros[0],
+      position=zeros[1],
+      budget=zeros[2],
+      active=jnp.zeros((num_slots,), jnp.bool_),
+      episode=zeros[3],
+    )
+    self._spec = spec
+
+  def prefill(self, params: Params, packed: np.ndarray, live_len: int) -> None:
+    self.cache, self.state = _prefill(
+      params, self.cache, self.state, jax.device_put(packed), spec=self._spec, live_len=live_len
+    )
+
+  def decode(self, prepared: Params, key: jax.Array, live_len: int) -> jax.Array:
+    self.cache, self.state, out = _decode(
+      prepared, self.cache, self.state, key, spec=self._spec, live_len=live_len
+    )
+    return out
 
 
 class Sampler:
-  """Owns the cache and the slots' state; donates both to every call, so that nothing is copied.
+  """Owns the cache and the slots' state.
+
+  Slots are dealt out to lanes (slot s is in lane s % num_lanes), each with a program and, if there are several, a
+  thread of its own: a CPU runs most operations of a small model on one core, so that as many lanes as cores decode
+  side by side. Nothing that a slot samples depends on its lane.
 
   Args:
     spec: model and sampling.
     num_slots: slots.
     max_len: cache entries per slot.
+    num_lanes: a divisor of `num_slots`.
   """
 
-  def __init__(self, spec: SamplerSpec, *, num_slots: int, max_len: int):
+  def __init__(self, spec: SamplerSpec, *, num_slots: int, max_len: int, num_lanes: int = 1):
+    if num_lanes < 1 or num_slots % num_lanes:
+      raise ValueError(f"num_lanes must be a divisor of num_slots = {num_slots}; received {num_lanes}.")
     self._spec = spec
     self._num_slots = num_slots
     self._max_len = max_len
-    self._cache: Cache = None
+    self._params: Params = None
+    self._prepared: Params = None
+    self._lanes: list[_Lane] = []
+    # A thread per lane: what one thread dispatches, the CPU runs one after the other.
+    self._threads = [ThreadPoolExecutor(1, f"sao_jax-lane{i}") for i in range(num_lanes)] if num_lanes > 1 else []
+    self._pending: list[Future[Any]] = []
+    self._num_lanes = num_lanes
     self.reset()
+
+  @property
+  def num_lanes(self) -> int:
+    return self._num_lanes
 
   def reset(self) -> None:
     """Empties all slots."""
-    self._cache = None  # frees the old one first
-    self._cache = self._spec.model.init_cache(self._num_slots, self._max_len)
-    # Distinct buffers: each is donated.
-    zeros = [jnp.zeros((self._num_slots,), jnp.int32) for _ in range(4)]
-    self._state = SlotState(
-      token=zeros[0],
-      position=zeros[1],
-      budget=zeros[2],
-      active=jnp.zeros((self._num_slots,), jnp.bool_),
-      episode=zeros[3],
-    )
+    self._settle()
+    self._lanes = []  # frees the old caches first
+    per_lane = self._num_slots // self._num_lanes
+    self._lanes = [_Lane(self._spec, per_lane, self._max_len) for _ in range(self._num_lanes)]
+
+  def close(self) -> None:
+    """Ends the lanes' threads."""
+    for thread in self._threads:
+      thread.shutdown()
 
   def prefill(self, params: Params, rows: Sequence[PrefillRow], *, num_rows: int, width: int, live_len: int) -> None:
     """Feeds up to `num_rows` rows of up to `width` tokens; `live_len` bounds every row's last position + 1.
 
-    Rows must have different slots. Only dispatches.
+    Rows must have different slots of one lane. Only dispatches.
     """
+    (lane,) = {row.slot % self._num_lanes for row in rows}
     packed = np.zeros((num_rows, _HEADER + width), np.int32)
     packed[:, 0] = self._num_slots  # unused rows are ignored
     for i, row in enumerate(rows):
       count = len(row.tokens)
-      packed[i, :_HEADER] = (row.slot, row.start, count, row.next_token, row.budget, row.activate, row.episode)
+      slot = row.slot // self._num_lanes
+      packed[i, :_HEADER] = (slot, row.start, count, row.next_token, row.budget, row.activate, row.episode)
       packed[i, _HEADER : _HEADER + count] = row.tokens
-    self._cache, self._state = _prefill(
-      params, self._cache, self._state, jax.device_put(packed), spec=self._spec, live_len=live_len
-    )
+    self._submit(lane, functools.partial(self._lanes[lane].prefill, params, packed, live_len))
 
-  def decode(self, params: Params, key: jax.Array, *, live_len: int) -> jax.Array:
-    """Dispatches one chunk; give the result to `fetch`. `live_len` bounds every active slot's last position + 1."""
-    self._cache, self._state, out = _decode(
-      params, self._cache, self._state, key, spec=self._spec, live_len=live_len
-    )
-    return out
+  def decode(self, params: Params, key: jax.Array, *, live_lens: Sequence[int]) -> RunningChunk:
+    """Dispatches one chunk; give the result to `fetch`.
 
-  def fetch(self, out: jax.Array) -> Chunk:
-    """Waits for a chunk: the one transfer from the device."""
-    host = np.array(jax.device_get(out), np.int32)
+    Args:
+      params: weights.
+      key: base of the noise.
+      live_lens: per lane, a bound on every active slot's position + `chunk_steps`; 0 leaves the lane out.
+    """
+    if params is not self._params:
+      self._params, self._prepared = params, _prepare(params, spec=self._spec)
+    return [
+      self._submit(i, functools.partial(lane.decode, self._prepared, key, live_len)) if live_len else None
+      for i, (lane, live_len) in enumerate(zip(self._lanes, live_lens, strict=True))
+    ]
+
+  def fetch(self, chunk: RunningChunk) -> Chunk:
+    """Waits for a chunk: the one transfer from each lane's device."""
+    self._settle()
     steps = self._spec.chunk_steps
+    host = np.zeros((2 * steps + 2, self._num_slots), np.int32)
+    for i, out in enumerate(chunk):
+      if out is not None:
+        host[:, i :: self._num_lanes] = jax.device_get(out.result())
     return Chunk(
       tokens=host[:steps],
       logp=host[steps : 2 * steps].view(np.float32),
       num_sampled=host[-2],
       active=host[-1].astype(bool),
     )
+
+  def _submit(self, lane: int, call: Callable[[], _T]) -> Future[_T]:
+    """Runs `call` on the lane's thread, after what was submitted before; here and now if there is but one lane."""
+    if self._threads:
+      future = self._threads[lane].submit(call)
+    else:
+      future = Future[_T]()
+      future.set_result(call())
+    self._pending.append(future)
+    return future
+
+  def _settle(self) -> None:
+    """Waits until all submitted calls were dispatched; raises what they raised."""
+    pending, self._pending = self._pending, []
+    for future in pending:
+      future.result()

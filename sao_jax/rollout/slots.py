@@ -70,6 +70,7 @@ class SlotTable:
     self._decode = tokenizer.decode
     self._stop_ids = frozenset(tokenizer.stop_ids)
     self._live_lengths = config.live_lengths()
+    self._window_lengths = config.window_lengths()
     self._workers = Workers(config.env_workers)
     self._tasks: dict[Task, _Slot | None] = {}
     """Running environment calls; None: closing one that nobody waits for."""
@@ -200,13 +201,12 @@ class SlotTable:
     for slot in self._slots:
       if slot.state is _State.DECODE:
         assert slot.episode is not None
-        steps = min(self._config.chunk_steps, slot.episode.budget(self._config))
         lane = slot.index % len(needs)
-        needs[lane] = max(needs[lane], slot.episode.length - 1 + steps)
+        needs[lane] = max(needs[lane], slot.episode.length - 1 + self._config.chunk_steps)
     if not any(needs):
       return None
     self.counts["chunks"] += 1
-    return self._sampler.decode(params, key, live_lens=[need and bucket(self._live_lengths, need) for need in needs])
+    return self._sampler.decode(params, key, live_lens=[need and bucket(self._window_lengths, need) for need in needs])
 
   def absorb(self, out: RunningChunk) -> None:
     """Waits for the chunk `out` and takes in what it sampled; finished actions go to their environments."""

@@ -63,16 +63,28 @@ def fake_policy() -> CachedPolicy:
     }
     return hidden(params, cache, jnp.minimum(slots, cache["id"].shape[0] - 1), start + count - 1, live_len), cache
 
-  def step(params, cache, tokens, positions, *, live_len):
+  def window(cache, positions, *, steps, live_len):
+    return {"cache": cache, "positions": positions, "live_len": jnp.zeros(min(live_len, cache["id"].shape[1]))}
+
+  def step(params, window, tokens, i):
+    cache, live_len = window["cache"], window["live_len"].shape[0]
     slots = jnp.arange(tokens.shape[0])
-    where = jnp.where(positions < live_len, positions, cache["tokens"].shape[1])
+    at = window["positions"] + i
+    where = jnp.where(at < live_len, at, cache["tokens"].shape[1])
     cache = {
       "tokens": cache["tokens"].at[slots, where].set(tokens, mode="drop"),
       "id": cache["id"].at[slots, where].set(params["id"], mode="drop"),
     }
-    return hidden(params, cache, slots, positions, live_len), cache
+    return hidden(params, cache, slots, at, live_len), {**window, "cache": cache}
 
-  return CachedPolicy(init_cache, extend, step, lambda params: jnp.eye(VOCAB))
+  def merge(cache, window, count):
+    at = jnp.arange(cache["tokens"].shape[1])
+    fed = (at >= window["positions"][:, None]) & (at < (window["positions"] + count)[:, None])
+    return jax.tree.map(lambda old, new: jnp.where(fed, new, old), cache, window["cache"])
+
+  return CachedPolicy(
+    init_cache=init_cache, extend=extend, window=window, step=step, merge=merge, lm_head=lambda params: jnp.eye(VOCAB)
+  )
 
 
 POLICY = fake_policy()

@@ -97,19 +97,22 @@ def real():
   return cached_policy(MODEL), params, jax.jit(policy_logits(MODEL))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_log_probs_of_a_real_model_are_those_of_a_full_forward_pass(recompute, real):
+@pytest.mark.parametrize(("recompute", "lanes"), [(False, 1), (True, 2)])
+def test_log_probs_of_a_real_model_are_those_of_a_full_forward_pass(recompute, lanes, real):
   policy, params, logits = real
   temperature = 0.8
   engine = Engine(
     model=policy, make_env=lambda: Echo(3), tokenizer=CharTokenizer(),
-    config=config(temperature=temperature, recompute_cache_on_update=recompute),
+    config=config(
+      temperature=temperature, recompute_cache_on_update=recompute, num_lanes=lanes, max_action_tokens=40,
+    ),
   )
   every = 2 if recompute else 1000
   with engine:
     done = list(engine.generate(lambda chunk: (params[chunk // every % 8], chunk // every), requests(10)))
   assert any(x.mixed_versions for x in done) == recompute
   assert max(x.num_turns for x in done) > 1
+  assert max(len(x.tokens) for x in done) == 48  # the last chunk of one passed the end of the cache
   for x in done:
     padded = np.zeros(48, np.int32)
     padded[: len(x.tokens)] = x.tokens
