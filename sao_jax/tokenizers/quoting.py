@@ -9,13 +9,13 @@ them itself, it is marked too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 # A mark that a content holds is quoted under a name, for it cannot stand between marks.
-_NAMES = {_OPEN: "\0open", _CLOSE: "\0close"}
-_MARKS = {name: mark for mark, name in _NAMES.items()}
+_NAMES: Mapping[str, str] = {_OPEN: "\0open", _CLOSE: "\0close"}
+_MARKS: Mapping[str, str] = {"\0open": _OPEN, "\0close": _CLOSE}
 _QUOTED = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 
 
