@@ -220,9 +220,9 @@ def test_pitfall_5_masked_tokens_count_in_the_denominator():
 
 
 def test_pitfall_7_nothing_kept_moves_nothing():
-  """All tokens masked, with momentum from an earlier step and weight decay: the policy stays bit for bit."""
+  """All tokens masked, with momentum from an earlier step and weight decay: policy and critic stay bit for bit."""
   decay = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
-  config = make_config(policy_optimizer=decay)
+  config = make_config(policy_optimizer=decay, critic_optimizer=decay)
   policy = tiny.init(1)
   step = make_step(config)
   good, stats = batching.pack_batch(config, tiny.trajectories(12, policy=policy))
@@ -250,13 +250,17 @@ def test_pitfall_7_nothing_kept_moves_nothing():
   assert after.counters.critic_empty == 2
 
 
-@pytest.mark.parametrize("poison", ["rewards", "behavior_logp"])
-def test_a_batch_that_is_not_finite_changes_nothing_and_is_counted(poison):
+@pytest.mark.parametrize(
+  ("poison", "value"),
+  # A log-prob of -inf is a ratio that DIS masks: loss and gradient are finite, and still nothing must be learned of it.
+  [("rewards", np.nan), ("rewards", np.inf), ("behavior_logp", np.nan), ("behavior_logp", -np.inf)],
+)
+def test_a_batch_that_is_not_finite_changes_nothing_and_is_counted(poison, value):
   config = make_config()
   policy = tiny.init(1)
   batch, stats = batching.pack_batch(config, tiny.trajectories(12, policy=policy))
   bad = np.array(getattr(batch, poison))
-  bad[tuple(np.argwhere(batch.action_mask)[0])] = np.nan
+  bad[tuple(np.argwhere(batch.action_mask)[0])] = value
   step = make_step(config)
   learner, _ = step(make_state(config, policy), batch, np.int32(stats.num_microbatches))
   before = jax.device_get(learner)
