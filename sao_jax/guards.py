@@ -116,14 +116,15 @@ class UpdateGuard:
       for trajectory, names in zip(trajectories, found, strict=True)
       if names
     ]
+    nonfinite = sorted({name for names in found for name in names}) or ["only sums over the whole batch"]
     summary = {
-      "nonfinite": sorted({name for names in found for name in names}) or ["only sums over the whole batch"],
+      "nonfinite": nonfinite,
       "trajectories": bad,
       "metrics": {key: _json_number(float(value)) for key, value in report.items()},
     }
     self._last_report = bad_batches.write(self._workdir, step, trajectories, summary)
     message = "Step %d skipped an update: %s not finite in %d of %d trajectories; the batch is kept, see %s"
-    _log.warning(message, step, ", ".join(summary["nonfinite"]), len(bad), len(trajectories), self._last_report)
+    _log.warning(message, step, ", ".join(nonfinite), len(bad), len(trajectories), self._last_report)
 
   def _critic_error(self, step: int, report: Mapping[str, Any]) -> float:
     error, square = float(report["value_loss"]), float(report["returns_square_mean"])
