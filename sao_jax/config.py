@@ -6,7 +6,7 @@ Each room owns the config of its component; this module composes them and checks
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 from sao_jax.learner import algorithms
@@ -190,6 +190,29 @@ MAY_DIFFER = frozenset({
   "warm_start.save_every", "engine.max_failed_share",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
+
+
+def comparison(config: RunConfig) -> dict[str, Collection[str]]:
+  """How a recorded config is compared with this one: what may differ, and what a record may lack.
+
+  A record of an older release lacks the fields that were added since; where they have their defaults the run is the
+  same.
+  """
+  return {"may_differ": MAY_DIFFER, "may_be_missing": _at_default(config)}
+
+
+def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
+  """Dotted names of the fields that have their default."""
+  names: set[str] = set()
+  for field in dataclasses.fields(config):
+    name, value = prefix + field.name, getattr(config, field.name)
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
+    if default is not dataclasses.MISSING and value == default:
+      names.add(name)
+    if dataclasses.is_dataclass(value):
+      names |= _at_default(value, f"{name}.")
+  return frozenset(names)
 
 
 def pretraining_learner(config: RunConfig) -> LearnerConfig:

@@ -75,7 +75,7 @@ def train(
     if needed and getattr(domain, name) < 1:
       raise ValueError(f"Domain.{name} must be >= 1; received {getattr(domain, name)}.")
   with workdir_lib.writing(workdir), workdir_lib.WorkdirLock(workdir), Interrupts() as interrupts:
-    workdir_lib.write_or_check_config(workdir, config_lib.to_json(config), may_differ=config_lib.MAY_DIFFER)
+    workdir_lib.write_or_check_config(workdir, config_lib.to_json(config), **config_lib.comparison(config))
     try:
       with Components(config, domain) as parts:
         where = (workdir, console, interrupts)
@@ -102,8 +102,8 @@ def reinforce(
   source, progress, guard = parts.make_source(), Progress(parts), UpdateGuard(parts, workdir)
   saving = dataclasses.asdict(config.checkpoint)
   saving.pop("every_steps")
-  record = config_lib.to_json(config)
-  with Checkpointer(workdir, config=record, may_differ=config_lib.MAY_DIFFER, **saving) as checkpointer:
+  record, compared = config_lib.to_json(config), config_lib.comparison(config)
+  with Checkpointer(workdir, config=record, **compared, **saving) as checkpointer:
     run = Run(parts, source, progress, guard, checkpointer)
     start, state = run.restore(init_state(config.learner, policy, critic))
     with (

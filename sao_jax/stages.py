@@ -206,9 +206,9 @@ def _stage_checkpointer(
 ) -> Checkpointer:
   config: dict[str, Any] = config_lib.to_json(parts.config)
   return Checkpointer(
-    workdir / "stages" / stage, config=config, keep=1, keep_best=0, may_differ=config_lib.MAY_DIFFER,
-    read_only=read_only
-  )
+    workdir / "stages" / stage, config=config, keep=1, keep_best=0, read_only=read_only,
+    **config_lib.comparison(parts.config),
+  )  # fmt: skip
 
 
 def _partial(workdir: pathlib.Path) -> pathlib.Path:

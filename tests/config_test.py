@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from absl import flags
 
 from experiments import config_flags, train
 from experiments.presets import small_cpu, tool_math_cpu
-from sao_jax.config import EnvConfig, RunConfig, to_json
+from sao_jax.config import EnvConfig, RunConfig, comparison, to_json
+from sao_jax.io.workdir import config_differences
 from sao_jax.learner import learner_config
 from sao_jax.rollout import EngineConfig
 from sao_jax.sharding import MeshConfig
@@ -61,6 +63,17 @@ def test_refuses(changes: dict[str, Any], message: str) -> None:
 def test_the_learner_refuses(changes: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     learner_config("sao", **changes)
+
+
+def test_a_record_may_lack_what_has_its_default_and_nothing_else() -> None:
+  full = tool_math_cpu.make_config()
+  now, compared = to_json(full), comparison(full)
+  old = json.loads(json.dumps(now))
+  del old["max_skipped_in_a_row"], old["mesh"], old["engine"]["reset_retries"], old["learner"]["alpha"]
+  assert config_differences(old, now, **compared) == []
+  del old["engine"]["num_slots"], old["learner"]["eps_low"]  # the preset sets these
+  lines = config_differences(old, now, **compared)
+  assert [line.split(":")[0] for line in lines] == ["engine.num_slots", "learner.eps_low"]
 
 
 def test_env_factory_has_a_form() -> None:

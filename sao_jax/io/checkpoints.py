@@ -66,6 +66,7 @@ class Checkpointer:
     keep: int = 2,
     keep_best: int = 1,
     may_differ: Collection[str] = (),
+    may_be_missing: Collection[str] = (),
     read_only: bool = False,
   ) -> None:
     """Opens the folder; what a killed run left half-written is removed with a warning that names it.
@@ -76,6 +77,7 @@ class Checkpointer:
       keep: how many of the newest checkpoints stay, at least 1.
       keep_best: how many of those with the highest `metric` stay besides.
       may_differ: dotted names of config fields that a restore does not compare.
+      may_be_missing: dotted names of config fields that a checkpoint may lack.
       read_only: for a reader beside a live run: nothing is removed, moved or saved.
     """
     if keep < 1 or keep_best < 0:
@@ -84,7 +86,7 @@ class Checkpointer:
     self._config = json.loads(json.dumps(config))
     self._keep = keep
     self._keep_best = keep_best
-    self._may_differ = may_differ
+    self._compared = {"may_differ": may_differ, "may_be_missing": may_be_missing}
     self._read_only = read_only
     self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -304,7 +306,7 @@ class Checkpointer:
       lines.append(f"format: recorded {body.get('format', 'nothing')}, now {_FORMAT}")
     if _series(body["library_version"]) != _series(version.__version__):
       lines.append(f"library_version: recorded {body['library_version']}, now {version.__version__}")
-    for line in workdir_lib.config_differences(body["config"], self._config, may_differ=self._may_differ):
+    for line in workdir_lib.config_differences(body["config"], self._config, **self._compared):
       lines.append(f"config.{line}")
     recorded = body["leaves"]
     current = {name: _describe(leaf) for name, leaf in _named_leaves(template).items()}

@@ -120,7 +120,11 @@ def atomic_write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def config_differences(
-  recorded: Mapping[str, Any], current: Mapping[str, Any], *, may_differ: Collection[str] = ()
+  recorded: Mapping[str, Any],
+  current: Mapping[str, Any],
+  *,
+  may_differ: Collection[str] = (),
+  may_be_missing: Collection[str] = (),
 ) -> list[str]:
   """Lists the fields in which two nested configurations differ, one line each; tuples count as lists, as JSON has it.
 
@@ -128,15 +132,21 @@ def config_differences(
     recorded: what was written earlier.
     current: what runs now.
     may_differ: dotted names that are not compared, a sub-config's name included.
+    may_be_missing: dotted names that are not compared if `recorded` lacks them.
 
   >>> config_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": None})
   ['a.c: recorded 2, now 3', 'd: recorded nothing, now null']
   """
-  return _differences("", json.loads(json.dumps(recorded)), json.loads(json.dumps(current)), frozenset(may_differ))
+  before, now = json.loads(json.dumps(recorded)), json.loads(json.dumps(current))
+  return _differences("", before, now, frozenset(may_differ), frozenset(may_be_missing))
 
 
 def write_or_check_config(
-  workdir: str | os.PathLike[str], config: Mapping[str, Any], *, may_differ: Collection[str] = ()
+  workdir: str | os.PathLike[str],
+  config: Mapping[str, Any],
+  *,
+  may_differ: Collection[str] = (),
+  may_be_missing: Collection[str] = (),
 ) -> None:
   """Writes `config.json` into a new workdir; in one that has it, checks that this run's configuration is the same.
 
@@ -144,6 +154,7 @@ def write_or_check_config(
     workdir: the run's folder.
     config: the nested configuration, JSON values only.
     may_differ: dotted names of fields that may change between a run and its resumption.
+    may_be_missing: dotted names of fields that the record may lack.
 
   Raises:
     ValueError: the workdir holds another configuration; the message lists the fields.
@@ -154,7 +165,7 @@ def write_or_check_config(
       recorded = json.loads(path.read_bytes())
     except ValueError as error:
       raise ValueError(f"{path} is not JSON ({error}); choose another --workdir or remove it.") from error
-    if lines := config_differences(recorded, config, may_differ=may_differ):
+    if lines := config_differences(recorded, config, may_differ=may_differ, may_be_missing=may_be_missing):
       listing = "\n  ".join(lines)
       raise ValueError(
         f"Workdir {workdir} holds a run of a different config; choose another --workdir, or run with these as recorded:"
@@ -174,7 +185,9 @@ def write_summary(workdir: str | os.PathLike[str], summary: Mapping[str, Any]) -
   atomic_write_json(pathlib.Path(workdir) / "summary.json", summary)
 
 
-def _differences(prefix: str, recorded: Any, current: Any, may_differ: frozenset[str]) -> list[str]:
+def _differences(
+  prefix: str, recorded: Any, current: Any, may_differ: frozenset[str], may_be_missing: frozenset[str]
+) -> list[str]:
   if prefix in may_differ:
     return []
   if isinstance(recorded, dict) and isinstance(current, dict):
@@ -182,8 +195,8 @@ def _differences(prefix: str, recorded: Any, current: Any, may_differ: frozenset
     for key in sorted(recorded.keys() | current.keys()):
       name = f"{prefix}.{key}" if prefix else key
       if key in recorded and key in current:
-        lines += _differences(name, recorded[key], current[key], may_differ)
-      elif name not in may_differ:
+        lines += _differences(name, recorded[key], current[key], may_differ, may_be_missing)
+      elif name not in may_differ and (key in recorded or name not in may_be_missing):
         before = json.dumps(recorded[key]) if key in recorded else "nothing"
         now = json.dumps(current[key]) if key in current else "nothing"
         lines.append(f"{name}: recorded {before}, now {now}")

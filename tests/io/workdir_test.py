@@ -54,6 +54,15 @@ def test_config_is_written_once_and_compared(tmp_path):
   assert json.loads((tmp_path / "config.json").read_text())["seed"] == 5
 
 
+def test_fields_that_are_newer_than_the_record_may_be_missing_from_it():
+  old, new = {"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 2, "d": 3}, "e": {"f": 4}}
+  assert workdir.config_differences(old, new, may_be_missing={"b.d", "e"}) == []
+  assert workdir.config_differences(old, new, may_be_missing={"b.d"}) == ['e: recorded nothing, now {"f": 4}']
+  # What is there is compared all the same, and what only the record has is a difference.
+  assert workdir.config_differences(new, new | {"e": {"f": 5}}, may_be_missing={"e"}) == ["e.f: recorded 4, now 5"]
+  assert workdir.config_differences(new, old, may_be_missing={"b.d", "e"}) != []
+
+
 def test_true_and_one_differ():
   assert workdir.config_differences({"a": True}, {"a": 1}) == ["a: recorded true, now 1"]
   assert workdir.config_differences({"a": 1}, {"a": 1.0}) == []
