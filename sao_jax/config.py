@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from sao_jax.learner import algorithms
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
@@ -192,7 +192,14 @@ MAY_DIFFER = frozenset({
 """Fields of `RunConfig` that a resumed run may change."""
 
 
-def comparison(config: RunConfig) -> dict[str, Collection[str]]:
+class Comparison(TypedDict):
+  """Keyword arguments of `io.workdir.config_differences` and of what calls it."""
+
+  may_differ: Collection[str]
+  may_be_missing: Collection[str]
+
+
+def comparison(config: RunConfig) -> Comparison:
   """How a recorded config is compared with this one: what may differ, and what a record may lack.
 
   A record of an older release lacks the fields that were added since; where they have their defaults the run is the

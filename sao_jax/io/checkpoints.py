@@ -86,7 +86,8 @@ class Checkpointer:
     self._config = json.loads(json.dumps(config))
     self._keep = keep
     self._keep_best = keep_best
-    self._compared = {"may_differ": may_differ, "may_be_missing": may_be_missing}
+    self._may_differ = may_differ
+    self._may_be_missing = may_be_missing
     self._read_only = read_only
     self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -306,7 +307,10 @@ class Checkpointer:
       lines.append(f"format: recorded {body.get('format', 'nothing')}, now {_FORMAT}")
     if _series(body["library_version"]) != _series(version.__version__):
       lines.append(f"library_version: recorded {body['library_version']}, now {version.__version__}")
-    for line in workdir_lib.config_differences(body["config"], self._config, **self._compared):
+    differences = workdir_lib.config_differences(
+      body["config"], self._config, may_differ=self._may_differ, may_be_missing=self._may_be_missing
+    )
+    for line in differences:
       lines.append(f"config.{line}")
     recorded = body["leaves"]
     current = {name: _describe(leaf) for name, leaf in _named_leaves(template).items()}
