@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from absl import app, flags, logging
 
 from experiments import config_flags
-from experiments.train import make_domain
+from experiments.domains.factory import make_domain
 from sao_jax import config as config_lib
 from sao_jax import evaluation, loop
 from sao_jax.components import Components
@@ -22,8 +22,6 @@ from sao_jax.types import Params
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-  if flags.FLAGS.workdir is None:
-    raise app.UsageError("--workdir is required: the folder of a run.")
   logging.set_verbosity(logging.WARNING)
   workdir = pathlib.Path(flags.FLAGS.workdir)
   config = config_flags.from_config_dict(RunConfig, json.loads((workdir / "config.json").read_bytes()))
@@ -55,7 +53,7 @@ def restore_policy(parts: Components, workdir: pathlib.Path) -> tuple[int, Param
 
 
 if __name__ == "__main__":
-  # Not at import: train.py defines --workdir too, and is imported above.
+  flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
   flags.DEFINE_integer("episodes", None, "Held-out episodes; default: the run's eval_episodes.", lower_bound=1)
   flags.DEFINE_string("samples", None, "Append every evaluated trajectory to this JSONL file.")
   app.run(main)

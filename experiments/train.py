@@ -4,7 +4,6 @@ its fields."""
 from __future__ import annotations
 
 import datetime
-import importlib
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from absl import app, flags, logging
 from rich.table import Table
 
 from experiments import config_flags, plots
+from experiments.domains.factory import make_domain
 from sao_jax import config as config_lib
 from sao_jax import loop
 from sao_jax.config import RunConfig
@@ -23,7 +23,6 @@ from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import CheckpointError
 from sao_jax.io.console import Console
 from sao_jax.rollout import TooManyFailuresError
-from sao_jax.types import Domain
 
 DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
 
@@ -34,15 +33,6 @@ _STAGE = flags.DEFINE_enum(
   "stage", "all", ["all", *config_lib.STAGES],
   "Run this stage only (what it builds on must be in the workdir), or all of them.",
 )
-
-
-def make_domain(config: RunConfig) -> Domain:
-  """Calls the function that `config.env.factory` names."""
-  module, _, function = config.env.factory.partition(":")
-  domain = getattr(importlib.import_module(module), function)(**config.env.options)
-  if not isinstance(domain, Domain):
-    raise TypeError(f"env.factory {config.env.factory!r} must return a Domain; received {type(domain).__name__}.")
-  return domain
 
 
 def main(argv: Sequence[str]) -> None:
