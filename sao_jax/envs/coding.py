@@ -21,7 +21,6 @@ from sao_jax.envs.code_judge import passes_hidden_tests, run_test
 from sao_jax.envs.coding_tasks import CodingTask
 from sao_jax.envs.tools import PythonTool
 
-_EDIT = re.compile(r"\s*<<<<\n(?P<old>.*?)\n?====\n(?P<new>.*?)\n?>>>>\s*", re.DOTALL)
 _HELP = "Commands: list | read PATH [FIRST LAST] | search TEXT | edit PATH with <<<< old ==== new >>>> | test | submit"
 
 
@@ -111,15 +110,17 @@ class Coding:
     return "".join(found) or "not found\n"
 
   def _edit(self, path: str, body: str) -> str:
-    match = _EDIT.fullmatch(body)
+    lines = body.strip().split("\n")
     if path not in self._files:
       return f"no file {path!r}\n"
-    if match is None:
-      return "edit PATH, then a line <<<<, the old lines, ====, the new lines, >>>>\n"
-    count = self._files[path].count(match["old"]) if match["old"] else 0
+    if lines[0] != "<<<<" or lines[-1] != ">>>>" or lines.count("====") != 1:
+      return "edit PATH, then a line <<<<, the old lines, one line ====, the new lines, a line >>>>\n"
+    middle = lines.index("====")
+    old, new = "\n".join(lines[1:middle]), "\n".join(lines[middle + 1 : -1])
+    count = self._files[path].count(old) if old else 0
     if count != 1:
       return f"the old lines must be in {path} exactly once; found {count} times\n"
-    text = self._files[path].replace(match["old"], match["new"])
+    text = self._files[path].replace(old, new)
     if len(text) > self._config.max_file_chars:
       return f"the file would be longer than {self._config.max_file_chars} characters\n"
     self._files[path] = text

@@ -18,10 +18,15 @@ Style = Literal["json_tags", "xml", "key_values", "json"]
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>", re.DOTALL)
 _NAME = re.compile(r"\s*([^<\s]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
-_KEY_VALUE = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-_THOUGHT = re.compile(r"\A.*</think>", re.DOTALL)
+_TAGS: Mapping[str, tuple[tuple[str, str], ...]] = {
+  "xml": (("<parameter=", ">"), ("", "</parameter>")),
+  "key_values": (("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")),
+}
+"""What stands around the name of an argument and around its value."""
+_END_OF_THOUGHT = "</think>"
+_PYTHON_TAG = "<|python_tag|>"
+"""Llama may write it in front of a call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,8 @@ class ParsedAction:
   """An action taken apart."""
 
   content: str
-  """What the action says besides: without its calls, its thought (up to `</think>`) and stop tokens; stripped."""
+  """What the action says besides: without its calls, its thought (up to the first `</think>`) and stop tokens;
+  stripped."""
   calls: tuple[ToolCall, ...] = ()
   error: str | None = None
   """Why what looks like a call is none; for the model to read. Then there are no calls."""
@@ -84,14 +90,20 @@ def parse(
 
 
 def content(text: str, stop_tokens: Sequence[str] = ()) -> str:
-  """What an action says: without the stop tokens at its end and its thought (up to `</think>`); stripped."""
+  """What an action says: without the stop tokens at its end and its thought (up to the first `</think>`); stripped.
+
+  >>> content("<think>2 and 2</think> 4<|end|>", ["<|end|>"])
+  '4'
+  """
   for token in stop_tokens:
     text = text.removesuffix(token)
-  return _THOUGHT.sub("", text).strip()
+  thought, end, said = text.partition(_END_OF_THOUGHT)
+  return (said if end else thought).strip()
 
 
 def _calls(text: str, style: Style, schemas: Mapping[str, Any]) -> Iterator[ToolCall]:
   if style == "json":
+    text = text.removeprefix(_PYTHON_TAG).lstrip()
     if text.startswith("{"):
       yield _from_json(text, "parameters")
     return
@@ -117,16 +129,43 @@ def _from_json(text: str, key: str) -> ToolCall:
 
 
 def _from_tags(body: str, style: Style, schemas: Mapping[str, Any]) -> ToolCall:
-  shape, pair = (_FUNCTION, _PARAMETER) if style == "xml" else (_NAME, _KEY_VALUE)
-  found = shape.fullmatch(body)
+  found = (_FUNCTION if style == "xml" else _NAME).fullmatch(body)
   if found is None:
     raise ValueError("no function's name in it")
   name, rest = found.groups()
-  if pair.sub("", rest).strip():
-    raise ValueError("its arguments are not well-formed")
   properties = schemas.get(name, {}).get("properties", {})
-  arguments = {key: _value(value, properties.get(key, {}).get("type")) for key, value in pair.findall(rest)}
+  arguments = {key: _value(value, properties.get(key, {}).get("type")) for key, value in _pairs(rest, style)}
   return ToolCall(name=name, arguments=arguments)
+
+
+def _pairs(text: str, style: Style) -> Iterator[tuple[str, str]]:
+  """Names and values of arguments.
+
+  Every character is read once. A pattern for a pair would search to the end again from each opening tag, or from each
+  blank: minutes, where a model repeats one for a whole action.
+  """
+  place = 0
+  while _skip_blanks(text, place) < len(text):
+    parts = []
+    for opening, closing in _TAGS[style]:
+      if opening:  # else the value begins here, blanks and all
+        place = _skip_blanks(text, place)
+      begin = place + len(opening)
+      end = text.find(closing, begin)
+      if not text.startswith(opening, place) or end < 0:
+        raise ValueError("its arguments are not well-formed")
+      parts.append(text[begin:end])
+      place = end + len(closing)
+    name, value = parts
+    if not name.strip():
+      raise ValueError("an argument has no name")
+    yield name.strip(), value.removeprefix("\n").removesuffix("\n") if style == "xml" else value
+
+
+def _skip_blanks(text: str, place: int) -> int:
+  while place < len(text) and text[place].isspace():
+    place += 1
+  return place
 
 
 def _value(text: str, kind: str | None) -> Any:

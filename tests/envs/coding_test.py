@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -102,6 +104,19 @@ def test_wrong_commands_are_answered(tool: PythonTool, task: coding_tasks.Coding
   environment.reset(0)
   step = environment.step(action)
   assert answer in step.observation and not step.done
+
+
+def test_an_edit_is_told_by_whole_lines(tool: PythonTool, task: coding_tasks.CodingTask) -> None:
+  files = {**task.files, "notes.txt": "Title\n========\na\n"}
+  environment = Coding(CodingConfig(), tool, [dataclasses.replace(task, files=files)])
+  environment.reset(0)
+  edit = "edit notes.txt\n<<<<\nTitle\n========\n====\nName\n=====\n>>>>"
+  assert environment.step(edit).observation.count("edited") == 1
+  assert "1: Name\n2: =====\n3: a\n" in environment.step("read notes.txt").observation
+  assert "one line ====" in environment.step("edit notes.txt\n<<<<\na\n====\nb\n====\n>>>>").observation
+  began = time.process_time()
+  assert "one line ====" in environment.step("edit notes.txt\n<<<<\n" + "====\n" * 50_000).observation
+  assert time.process_time() - began < 2.0  # a model that repeats itself must not hold up everyone
 
 
 def test_the_turn_limit_truncates(tool: PythonTool, task: coding_tasks.CodingTask) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import tokenizers
@@ -87,6 +88,13 @@ def test_foreign_text_never_becomes_control_tokens_and_loses_nothing(tokenizer, 
   assert not control & set(ids)
   assert tokenizer.decode(ids) == text
   assert quoting.unquote(quoting.quote(text, tokenizer.control_tokens)) == text
+
+
+def test_marks_without_partners_are_read_in_linear_time():
+  began = time.process_time()
+  text = "\ue0f0" * 200_000
+  assert quoting.unquote(text) == text
+  assert time.process_time() - began < 2.0  # quadratic: minutes
 
 
 def test_markup_is_made_of_control_tokens(tokenizer):

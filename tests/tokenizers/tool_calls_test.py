@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -75,6 +76,7 @@ def test_plain_answer(style):
     ("json_tags", "<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply|not valid JSON"),
     ("xml", "<tool_call>python(1)</tool_call>", "no function's name"),
     ("xml", "<tool_call><function=python>code=1</function></tool_call>", "arguments are not well-formed"),
+    ("xml", "<tool_call><function=python><parameter=>1</parameter></function></tool_call>", "has no name"),
     ("key_values", "<tool_call></tool_call>", "no function's name"),
     ("key_values", "<tool_call>python<arg_key>code</arg_key></tool_call>", "arguments are not well-formed"),
     ("json", '{"name": "python"}', '"parameters" \\(an object\\)'),
@@ -85,6 +87,45 @@ def test_malformed(style, text, why):
   assert parsed.calls == ()
   assert parsed.error is not None and parsed.error.startswith("malformed tool call: ")
   assert re.search(why, parsed.error)
+
+
+@pytest.mark.parametrize(
+  ("style", "text"),
+  [
+    ("key_values", "<tool_call>python<arg_key>" + " " * 100_000 + "</tool_call>"),
+    ("key_values", "<tool_call>python" + "<arg_key>" * 50_000 + "</tool_call>"),
+    ("key_values", "<tool_call>python" + "<arg_key>code</arg_key>" * 50_000 + "</tool_call>"),
+    ("xml", "<tool_call><function=python>" + "<parameter=code>" * 50_000 + "</function></tool_call>"),
+    ("xml", "<tool_call><function=python>" + "</function> " * 50_000 + "</tool_call>x"),
+    ("json_tags", "<tool_call>" * 50_000),
+  ],
+)
+def test_a_model_that_repeats_itself_is_read_in_linear_time(style, text):
+  began = time.process_time()
+  assert parse_tool_calls(text, style, tools=[PYTHON]).error is not None
+  assert time.process_time() - began < 2.0  # quadratic: minutes
+
+
+@pytest.mark.parametrize("style", ["json_tags", "xml", "key_values"])
+def test_code_may_speak_of_thoughts(style):
+  code = "print('</think>')"
+  call = FORMS[style].replace('"1"', f'"{code}"').replace("\n1\n", f"\n{code}\n").replace(">1<", f">{code}<")
+  parsed = parse_tool_calls("<think>hm</think>\n" + call, style, tools=[PYTHON])
+  assert parsed.error is None and parsed.calls[0].arguments == {"code": code, "n": 2}
+
+
+def test_strings_that_look_like_numbers_stay_strings():
+  tags = "<arg_key>code</arg_key><arg_value>{}</arg_value>"
+  for value in ("1", "1.50", "null", "true", '"x"', "[1]", " 007\n"):
+    call = f"<tool_call>python{tags.format(value)}</tool_call>"
+    assert parse_tool_calls(call, "key_values", tools=[PYTHON]).calls[0].arguments == {"code": value}
+    call = f"<tool_call><function=python><parameter=code>\n{value}\n</parameter></function></tool_call>"
+    assert parse_tool_calls(call, "xml", tools=[PYTHON]).calls[0].arguments == {"code": value}
+
+
+def test_llamas_python_tag():
+  parsed = parse_tool_calls("<|python_tag|>" + FORMS["json"] + "<|eom_id|>", "json", stop_tokens=["<|eom_id|>"])
+  assert parsed.calls == (ToolCall(name="python", arguments={"code": "1", "n": 2}),) and parsed.content == ""
 
 
 @given(st.sampled_from(sorted(FORMS)), st.text(alphabet='<>/{}[]":,abc tool_call=\n', max_size=60), st.integers(0, 80))
