@@ -62,9 +62,13 @@ class RequestFields:
     value = self._rest.pop(name, None)
     if value is None:
       return default
-    if type(value) not in (int, float) or not math.isfinite(value):
+    try:
+      number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+      number = math.inf
+    if not math.isfinite(number):
       raise self._wrong(name, "a finite number", value)
-    return float(value)
+    return number
 
   def boolean(self, name: str, *, default: bool = False) -> bool:
     """True or false; null or missing gives `default`."""
@@ -82,6 +86,8 @@ class RequestFields:
       return None
     if not isinstance(value, str) or not 0 < len(value) <= max_chars:
       raise self._wrong(name, f"a string of 1 to {max_chars} characters", value)
+    if any("\ud800" <= character <= "\udfff" for character in value):
+      raise self._wrong(name, "text without lone surrogates", value)
     return value
 
   def ids(self, name: str) -> list[int] | None:

@@ -8,7 +8,8 @@
     GET  /weight_info                vLLM                                 GET  /model_info                  SGLang
     GET  /v1/models, /health
 
-What it does not know it refuses, naming it. There is no authentication: whoever reaches the port may use all of it.
+What it does not know it refuses, naming it. There is no authentication: whoever reaches the port may use all of it,
+except the web pages that a user looks at.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import logging
+import os
 import pathlib
 import time
 import uuid
@@ -38,17 +40,16 @@ _CHECK_S = 0.5
 _OPENAI_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "n": (1,), "best_of": (1,), "echo": (False,), "stream": (False,), "suffix": (), "stop": ([],), "logit_bias": (),
   "top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0),
-  "repetition_penalty": (1, 1.0), "min_tokens": (0,), "skip_special_tokens": (True, False), "logprobs": (0,),
-  "spaces_between_special_tokens": (True, False), "add_special_tokens": (True, False), "ignore_eos": (False, True),
-  "include_stop_str_in_output": (False, True),
+  "repetition_penalty": (1, 1.0), "min_tokens": (0,), "skip_special_tokens": (False,),
+  "spaces_between_special_tokens": (True, False), "add_special_tokens": (False,), "include_stop_str_in_output": (True,),
 }  # fmt: skip
 _SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "stream": (False,), "return_text_in_logprobs": (False,), "logprob_start_len": (-1,), "top_logprobs_num": (0,),
 }
 _SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "n": (1,), "stop": ([],), "top_p": (1, 1.0), "top_k": (-1,), "min_p": (0, 0.0), "frequency_penalty": (0, 0.0),
-  "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0), "min_new_tokens": (0,), "ignore_eos": (False, True),
-  "skip_special_tokens": (True, False), "spaces_between_special_tokens": (True, False), "no_stop_trim": (True, False),
+  "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0), "min_new_tokens": (0,), "skip_special_tokens": (False,),
+  "spaces_between_special_tokens": (True, False), "no_stop_trim": (True,),
 }
 
 
@@ -93,6 +94,9 @@ class TextCodec(Protocol):
 class CompletionServer:
   """Answers HTTP requests with the completions of an engine.
 
+  Text is what the ids spell: nothing is added to a prompt (no beginning-of-sequence token), and nothing is left out of
+  an answer (neither control tokens nor the stop token).
+
   Args:
     completions: the engine; started and stopped by the caller.
     name: of the model.
@@ -117,6 +121,7 @@ class CompletionServer:
     self._tokenizer = tokenizer
     self._jobs: dict[str, Job] = {}
     self._active = 0
+    self._pause_wanted = False
     self._updating = asyncio.Lock()
 
   @contextlib.asynccontextmanager
@@ -178,7 +183,6 @@ class CompletionServer:
     return limited
 
   async def _fields(self, request: web.Request) -> RequestFields:
-    # A form or plain text could be sent by any web page that the user looks at.
     if request.can_read_body and request.content_type != "application/json":
       raise BadRequestError(f"Content-Type must be application/json; received {request.content_type}.", status=415)
     try:
@@ -283,6 +287,9 @@ class CompletionServer:
         f"stop_token_ids must be {allowed}, which the server was started with; received {stop_ids}.",
         field="stop_token_ids",
       )
+    if fields.boolean("ignore_eos") and not stop_ids:
+      raise BadRequestError("ignore_eos must come with stop_token_ids: the server's stop ids always end an answer.",
+                            field="ignore_eos")  # fmt: skip
 
   async def _complete(self, prompt: list[int], max_tokens: int | None, seed: int | None, rid: str) -> Completion:
     if rid in self._jobs:
@@ -324,7 +331,7 @@ class CompletionServer:
   async def _pause(self, mode: str, allowed: tuple[str, ...]) -> None:
     if mode not in allowed:
       raise BadRequestError(f"mode must be {' or '.join(allowed)}; received {mode}.", field="mode")
-    self._completions.paused = True
+    self._pause_wanted = self._completions.paused = True
     await self._drain(abort=mode == "abort")
 
   async def _drain(self, *, abort: bool) -> int:
@@ -337,7 +344,7 @@ class CompletionServer:
   async def _resume(self, request: web.Request) -> web.Response:
     (await self._fields(request)).finish({"torch_empty_cache": (True, False)})
     async with self._updating:  # which pauses by itself
-      self._completions.paused = False
+      self._pause_wanted = self._completions.paused = False
     return web.json_response({"status": "resumed"})
 
   async def _abort(self, request: web.Request) -> web.Response:
@@ -389,12 +396,12 @@ class CompletionServer:
         params = await asyncio.to_thread(self._load, folder)
       except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise BadRequestError(f"{field} {folder} cannot be loaded: {error!r}", field=field) from error
-      was_paused, self._completions.paused = self._completions.paused, True
+      self._completions.paused = True
       try:
         aborted = await self._drain(abort=abort)
         await asyncio.to_thread(self._completions.update, params, label or self._completions.label)
       finally:
-        self._completions.paused = was_paused
+        self._completions.paused = self._pause_wanted  # someone may have asked for it meanwhile
       return aborted
 
   def _folder(self, path: str | None, field: str) -> pathlib.Path:
@@ -406,7 +413,7 @@ class CompletionServer:
     folder = (root / path.replace("\0", "?")).resolve()
     if not folder.is_relative_to(root.resolve()):
       raise BadRequestError(f"{field} must lie below {root}; received {path}.", field=field, status=403)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, False where the name is too long
       raise BadRequestError(f"{field} must be a folder; received {path}.", field=field)
     return folder
 
@@ -423,6 +430,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
   """Every refusal is JSON that names what is wrong; what is wrong here is logged, and not shown."""
   field: str | None = None
   try:
+    if "Origin" in request.headers:
+      raise BadRequestError("requests of web pages are refused (they have an Origin).", status=403)
     return await handler(request)
   except BadRequestError as error:
     status, message, field = error.status, str(error), error.field

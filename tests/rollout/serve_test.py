@@ -203,6 +203,45 @@ def test_weights_change_between_completions_never_within_one(weights_root):
     assert_true(by_label[x["meta_info"]["weight_version"]], PROMPT, x["output_ids"], logp)
 
 
+class Busy:
+  """Stands for an engine with one completion that runs until `running` is set to 0."""
+
+  def __init__(self):
+    self.paused, self.running, self.label, self.aborted = False, 1, "a", threading.Event()
+
+  def abort_all(self):
+    self.aborted.set()
+    return 1
+
+  def update(self, params, label):
+    assert self.paused and not self.running
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    pass
+
+
+def test_a_pause_that_comes_during_an_update_holds(tmp_path):
+  busy = Busy()
+  with (
+    serving(completions=busy, weights_root=tmp_path, load=lambda _: {}) as url,
+    concurrent.futures.ThreadPoolExecutor(2) as pool,
+  ):
+    update = pool.submit(call, f"{url}/update_weights_from_disk", {"model_path": "."})
+    deadline = time.monotonic() + 30
+    while not busy.paused:
+      assert time.monotonic() < deadline
+    pause = pool.submit(call, f"{url}/pause", {})
+    assert busy.aborted.wait(30)
+    busy.running = 0
+    assert update.result(30)[0] == pause.result(30)[0] == 200
+    assert busy.paused
+    assert call(f"{url}/resume", {})[0] == 200
+    assert not busy.paused
+
+
 REFUSED = {
   "no_prompt": ("/v1/completions", {}, 400, "prompt is required"),
   "empty_prompt": ("/generate", {"input_ids": []}, 400, "1 to 255 tokens; received 0"),
@@ -221,6 +260,16 @@ REFUSED = {
   "stop_text": ("/v1/completions", {"prompt": [3], "stop": ["x"]}, 400, "stop must be []"),
   "temperature": ("/v1/completions", {"prompt": [3], "temperature": 0.7}, 400, "temperature must be 1.0"),
   "hot": ("/v1/completions", b'{"prompt": [3], "temperature": NaN}', 400, "NaN is not JSON"),
+  "cold": ("/v1/completions", b'{"prompt": [3], "temperature": 1' + b"0" * 400 + b"}", 400, "must be a finite number"),
+  "surrogate": ("/v1/completions", b'{"prompt": [3], "request_id": "\\ud800"}', 400, "without lone surrogates"),
+  "no_end": ("/v1/completions", {"prompt": [3], "ignore_eos": True}, 400, "ignore_eos must come with stop_token_ids"),
+  "no_end_sglang": (
+    "/generate", {"input_ids": [3], "sampling_params": {"ignore_eos": True}}, 400, "must come with stop_token_ids",
+  ),
+  "bos": ("/v1/completions", {"prompt": [3], "add_special_tokens": True}, 400, "add_special_tokens must be false"),
+  "trimmed": (
+    "/generate", {"input_ids": [3], "sampling_params": {"no_stop_trim": False}}, 400, "no_stop_trim must be true",
+  ),
   "stop_ids": ("/v1/completions", {"prompt": [3], "stop_token_ids": [7]}, 400, "stop_token_ids must be [1]"),
   "zero_tokens": ("/v1/completions", {"prompt": [3], "max_tokens": 0}, 400, "max_tokens must be an integer in [1,"),
   "many_tokens": ("/v1/completions", {"prompt": [3], "max_tokens": 257}, 400, "max_tokens must be in [1, 256]"),
@@ -236,6 +285,8 @@ REFUSED = {
   "escape": ("/update_weights_from_disk", {"model_path": "../x"}, 403, "must lie below"),
   "elsewhere": ("/update_weights_from_disk", {"model_path": "/etc"}, 403, "must lie below"),
   "null": ("/update_weights_from_disk", {"model_path": "a\0b"}, 400, "must be a folder"),
+  "long_path": ("/update_weights_from_disk", {"model_path": "a" * 4000}, 400, "must be a folder"),
+  "odd_path": ("/update_weights_from_disk", b'{"model_path": "\\ud800"}', 400, "without lone surrogates"),
   "no_path": ("/update_weights_from_disk", {}, 400, "model_path is required"),
   "no_folder": ("/update_weights_from_disk", {"model_path": "v9"}, 400, "must be a folder; received v9"),
   "format": ("/update_weights_from_disk", {"model_path": "v1", "load_format": "pt"}, 400, 'load_format must be "auto"'),
@@ -261,6 +312,9 @@ def test_refused_before_it_is_read(url, weights_root):
   assert call(f"{url}/generate")[0] == 405
   status, answer = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Type": "text/plain"})
   assert status == 415 and "application/json" in answer["error"]["message"]
+  status, answer = call(f"{url}/pause", method="POST", headers={"Origin": "http://example.com"})
+  assert status == 403 and "web pages" in answer["error"]["message"]
+  assert sglang(url, max_new_tokens=2)[0] == 200
   outside = weights_root.parent / "outside"
   save_table(PARAMS[1], outside)
   (weights_root / "link").symlink_to(outside)
