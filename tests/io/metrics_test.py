@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import struct
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboardX.proto import event_pb2
 
 from sao_jax.io import metrics
 
@@ -32,7 +34,31 @@ def test_rows_are_on_disk_at_once_and_strict_json(tmp_path):
   assert (rows[1]["reward_mean"], rows[1]["entropy"]) == (0.5, 2.0)
   learner, evaluation = metrics.read_metrics(tmp_path)
   assert math.isnan(learner[0]["explained_variance"]) and evaluation[0]["eval_n"] == 40
-  assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def events(path):
+  """The records of a TensorBoard file: length, checksum, `Event`, checksum."""
+  content = path.read_bytes()
+  while content:
+    (length,) = struct.unpack("<Q", content[:8])
+    yield event_pb2.Event.FromString(content[12 : 12 + length])
+    content = content[16 + length :]
+
+
+def test_tensorboard_gets_the_finite_numbers_and_where_a_run_went_on(tmp_path):
+  with metrics.MetricsWriter(tmp_path) as writer:
+    writer.write(1, values(1, explained_variance=math.nan))
+    writer.write(2, values(2))
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    version, start, first, second = events(path)  # on disk at once
+  assert version.file_version == "brain.Event:2" and start.session_log.status == 1 and start.step == 1
+  assert (first.step, second.step) == (1, 2)
+  tags = {value.tag: value.simple_value for value in first.summary.value}
+  assert set(tags) == set(metrics.LEARNER_KEYS) - {"step", "explained_variance"} and tags["entropy"] == 1.0
+  path.unlink()
+  with metrics.MetricsWriter(tmp_path, restored_step=2):
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+  assert [event.step for event in events(path)] == [0, 3]
 
 
 def test_resume_drops_later_rows_and_a_half_written_line(tmp_path):
