@@ -27,8 +27,9 @@ def main(argv: Sequence[str]) -> None:
   config = config_flags.from_config_dict(RunConfig, json.loads((workdir / "config.json").read_bytes()))
   with Components(config, make_domain(config)) as parts:
     step, policy = restore_policy(parts, workdir)
+    weights = parts.placement.for_engine(policy)
     result = evaluation.evaluate(
-      parts.engine, parts.domain, policy, num_episodes=flags.FLAGS.episodes or config.eval_episodes, version=step
+      parts.rollouts, parts.domain, weights, num_episodes=flags.FLAGS.episodes or config.eval_episodes, version=step
     )
   if flags.FLAGS.samples is not None:
     trajectory_io.write(flags.FLAGS.samples, result.trajectories, step=step)

@@ -23,6 +23,7 @@ from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import CheckpointError
 from sao_jax.io.console import Console
 from sao_jax.rollout import TooManyFailuresError
+from sao_jax.sharding import distributed
 
 DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
 
@@ -39,14 +40,17 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every file at INFO.
+  launch = distributed.initialize_from_environment()
+  if launch is not None and _WORKDIR.value is None:
+    raise app.UsageError("--workdir is required with several processes: a folder that all of them see.")
   config = config_flags.read(RunConfig)
   workdir = pathlib.Path(_WORKDIR.value or f"runs/{datetime.datetime.now():%Y-%m-%d_%H%M%S}")
   stages = config_lib.STAGES if _STAGE.value == "all" else (_STAGE.value,)
-  console = Console()
+  console = Console(quiet=not distributed.is_main_process())
   console.print(f"workdir {workdir}")
   try:
     summary = loop.train(config, make_domain(config), workdir, run_stages=stages, console=console)
-    if summary is not None:
+    if summary is not None and distributed.is_main_process():
       with workdir_lib.writing(workdir):
         report(workdir, summary, console)
   except (workdir_lib.WorkdirError, CheckpointError, RunStoppedError, TooManyFailuresError) as error:

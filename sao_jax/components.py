@@ -13,7 +13,9 @@ import jax
 from sao_jax import models
 from sao_jax.config import RunConfig
 from sao_jax.evaluation import BothSplits
-from sao_jax.learner import PackStats, make_baselines, make_update_step, pack_batch
+from sao_jax.learner import LearnerState, PackStats, init_state, make_baselines, make_update_step, pack_batch
+from sao_jax.placement import Placement
+from sao_jax.processes import SharedRollouts, SharedSource, check_processes
 from sao_jax.rollout.engine import Engine, RolloutEngine
 from sao_jax.rollout.queue import TrajectoryQueue
 from sao_jax.rollout.requests import RequestStream
@@ -35,23 +37,41 @@ class Components:
         f"policy.vocab_size must be at least the tokenizer's {domain.tokenizer.vocab_size}; "
         f"received {config.policy.vocab_size}."
       )
+    check_processes(config, jax.process_count())
     self.config = config
     self.domain = domain
-    self.policy_apply: PolicyApply = models.policy_apply(config.policy)
-    self.value_apply: ValueApply | None = models.value_apply(config.policy) if config.learner.uses_critic else None
-    self.update = make_update_step(config.learner, self.policy_apply, self.value_apply)
+    self.placement = Placement(config)
+    self.policy_apply: PolicyApply = self.placement.hold(models.policy_apply(config.policy))
+    self.value_apply: ValueApply | None = None
+    if config.learner.uses_critic:
+      self.value_apply = self.placement.hold(models.value_apply(config.policy))
+    self.update = self.placement.step(
+      make_update_step(config.learner, self.policy_apply, self.value_apply, jit=False)
+    )
     self.baselines = make_baselines(config.learner)
-    self.engine = _embedded_engine(config, domain) if config.remote.url is None else _remote_engine(config, domain)
-    self.requests = RequestStream(num_tasks=domain.num_train_tasks, group_size=config.group_size, seed=config.seed)
+    if config.remote.url is None:
+      self.engine = _embedded_engine(config, domain, self.placement)
+    else:
+      self.engine = _remote_engine(config, domain)
+    self.rollouts = SharedRollouts(self.engine, self.placement)
+    # Synchronous schedules share out each batch; asynchronous engines run without looking at one another.
+    part = (jax.process_index(), jax.process_count()) if config.schedule == "async" else (0, 1)
+    self.requests = RequestStream(
+      num_tasks=domain.num_train_tasks, group_size=config.group_size, seed=config.seed, part=part
+    )
 
   def init_policy(self) -> Params:
     """The policy's parameters before any stage: a checkpoint's (a Hugging Face directory or a GGUF file), or fresh."""
     wanted = self.config.policy
     if self.config.policy_checkpoint is None:
-      return models.init_policy(wanted, self.key("policy"))
+      return self.placement.make(functools.partial(models.init_policy, wanted), self.key("policy"))
     path = pathlib.Path(self.config.policy_checkpoint)
-    load = models.load_gguf if path.suffix == ".gguf" else models.load_hf
-    loaded, params = load(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype)
+    if path.suffix == ".gguf":
+      loaded, params = models.load_gguf(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype)
+      params = self.placement.put(params)
+    else:
+      place = self.placement.parameter
+      loaded, params = models.load_hf(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype, sharding=place)
     # A checkpoint says what is computed; the config may choose how.
     how = {name: getattr(wanted, name) for name in ("remat", "moe_impl", "attention_impl", "init_std")}
     if dataclasses.replace(loaded, **how) != wanted:
@@ -62,7 +82,26 @@ class Components:
     """A value model with the policy's trunk and a zero head; None for algorithms without a critic."""
     if not self.config.learner.uses_critic:
       return None
-    return models.init_critic(self.config.policy, self.key("critic"), policy_params=policy)
+    return self.placement.make(functools.partial(models.init_critic, self.config.policy), self.key("critic"), policy)
+
+  def init_state(self, policy: Params, critic: Params | None) -> LearnerState:
+    """A fresh learner state, which owns its buffers."""
+    state: LearnerState = self.placement.make(functools.partial(init_state, self.config.learner), policy, critic)
+    return state
+
+  def state_shapes(self) -> LearnerState:
+    """Shapes and places of a learner state: what a checkpoint is restored into."""
+    config = self.config
+
+    def make() -> LearnerState:
+      policy = models.init_policy(config.policy, jax.random.key(0))
+      uses_critic = config.learner.uses_critic
+      return init_state(
+        config.learner, policy, models.init_critic(config.policy, jax.random.key(0), policy) if uses_critic else None
+      )
+
+    shapes: LearnerState = self.placement.shapes(make)
+    return shapes
 
   def key(self, use: str) -> jax.Array:
     """A PRNG key of the run's seed, a different one for every use."""
@@ -76,22 +115,26 @@ class Components:
 
   def make_source(self) -> BatchSource:
     """Where the learner's batches come from, by the config's schedule."""
-    config = self.config
+    config, processes = self.config, jax.process_count()
     if config.schedule == "async":
       queue = TrajectoryQueue(
-        batch_size=config.batch_size,
+        batch_size=config.batch_size // processes,
         group_size=config.group_size,
         max_staleness=config.max_staleness,
-        capacity=config.queue_capacity or 2 * config.batch_size,
+        capacity=(config.queue_capacity or 2 * config.batch_size) // processes,
       )
-      return AsyncSource(engine=self.engine, requests=self.requests, queue=queue)
+      source = AsyncSource(
+        engine=self.engine, requests=self.requests, queue=queue, copy=self.placement.for_engine
+      )
+      return source if processes == 1 else SharedSource(source, self.placement, config.group_size)
     return LaggedSource(
-      engine=self.engine,
+      engine=self.rollouts,
       requests=self.requests,
       batch_size=config.batch_size,
       group_size=config.group_size,
       lag=config.lag,
       switch_chunks=config.lag_switch_chunks,
+      copy=self.placement.for_engine,
     )
 
   def close(self) -> None:
@@ -107,9 +150,9 @@ class Components:
     self.close()
 
 
-def _embedded_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
+def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement) -> RolloutEngine:
   return Engine(
-    model=models.cached_policy(config.policy),
+    model=placement.cached_policy(models.cached_policy(config.policy)),
     make_env=functools.partial(BothSplits, domain),
     tokenizer=domain.tokenizer,
     config=config.engine,

@@ -131,8 +131,9 @@ class RunConfig:
   """A server that generates the rollouts, in place of the embedded engine."""
   env: EnvConfig = EnvConfig()
   mesh: MeshConfig = MeshConfig(data=1)
-  """One device: the loop does not put its stages on a larger mesh yet (`sharding.jit_step` does it for a learner
-  step)."""
+  """Devices of learner and engine, see `placement.Placement`. data=1 is one device; an axis of -1 takes all that there
+  are. `learner.rows_per_microbatch` and `engine.num_slots` are multiples of data x fsdp x expert, `learner.row_length`
+  and `engine.max_len` of context. Rows that a batch does not fill are padding."""
   checkpoint: CheckpointConfig = CheckpointConfig()
 
   def __post_init__(self) -> None:
@@ -148,8 +149,6 @@ class RunConfig:
     _require(divides, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
     self._check_algorithm()
     self._check_schedule()
-    one_device = all(size == 1 for size in self.mesh.axes().values())
-    _require(one_device, "mesh", self.mesh, "one device (all axes 1): the loop does not train on a larger mesh yet")
     _require(
       self.learner.row_length >= self.engine.max_len, "learner.row_length", self.learner.row_length,
       f"at least engine.max_len = {self.engine.max_len}: a trajectory lies in one row",
@@ -186,7 +185,7 @@ class RunConfig:
 
 
 MAY_DIFFER = frozenset({
-  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "remote", "warm_start.log_every",
+  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "remote", "warm_start.log_every",
   "warm_start.save_every", "engine.max_failed_share",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""

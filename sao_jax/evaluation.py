@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from sao_jax.processes import SharedRollouts
 from sao_jax.rollout.engine import RolloutEngine
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.types import Domain, Environment, Params, Step, Trajectory
@@ -59,14 +60,14 @@ class BothSplits(Environment):
 
 
 def evaluate(
-  engine: RolloutEngine, domain: Domain, params: Params, *, num_episodes: int, version: int = 0
+  engine: RolloutEngine | SharedRollouts, domain: Domain, params: Params, *, num_episodes: int, version: int = 0
 ) -> Evaluation:
   """Runs one episode on each of the first `num_episodes` held-out tasks.
 
   Args:
-    engine: over `BothSplits` environments; nothing else may be running in it.
+    engine: `Components.rollouts`, or an engine over `BothSplits` environments; nothing else may be running in it.
     domain: the tasks.
-    params: the policy; not donated.
+    params: the policy on the engine's devices (`Placement.for_engine`); not donated.
     num_episodes: at least 1; more than there are tasks starts over with new noise.
     version: recorded in the trajectories.
   """

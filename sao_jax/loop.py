@@ -27,15 +27,15 @@ from sao_jax import evaluation, stages
 from sao_jax.components import Components
 from sao_jax.config import RunConfig, Stage
 from sao_jax.guards import RunStoppedError, UpdateGuard
-from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io import trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console
-from sao_jax.io.metrics import MetricsWriter, read_metrics
-from sao_jax.learner import LearnerState, init_state
-from sao_jax.progress import Interrupted, Interrupts, Progress
+from sao_jax.io.metrics import read_metrics
+from sao_jax.learner import LearnerState
+from sao_jax.progress import Interrupted, Interrupts, Progress, Records
 from sao_jax.rollout.sources import BatchSource
+from sao_jax.sharding.distributed import is_main_process
 from sao_jax.types import Domain, Params, Trajectory
 
 SAMPLES_PER_CHECKPOINT = 4
@@ -70,14 +70,17 @@ def train(
     RunStoppedError, TooManyFailuresError: the run cannot go on by itself; it is saved up to there.
   """
   workdir = pathlib.Path(workdir)
-  console = console or Console()
+  console = console or Console(quiet=not is_main_process())
   for name, needed in (("num_train_tasks", True), ("num_eval_tasks", config.eval_episodes > 0)):
     if needed and getattr(domain, name) < 1:
       raise ValueError(f"Domain.{name} must be >= 1; received {getattr(domain, name)}.")
-  with workdir_lib.writing(workdir), workdir_lib.WorkdirLock(workdir), Interrupts() as interrupts:
-    workdir_lib.write_or_check_config(workdir, config_lib.to_json(config), **config_lib.comparison(config))
+  with workdir_lib.writing(workdir), contextlib.ExitStack() as stack, Interrupts() as interrupts:
+    if is_main_process():
+      stack.enter_context(workdir_lib.WorkdirLock(workdir))
+      workdir_lib.write_or_check_config(workdir, config_lib.to_json(config), **config_lib.comparison(config))
     try:
       with Components(config, domain) as parts:
+        interrupts.share(parts.placement)
         where = (workdir, console, interrupts)
         policy = stages.warm_start(parts, *where, run="warm_start" in run_stages)
         if set(run_stages) == {"warm_start"}:
@@ -105,12 +108,9 @@ def reinforce(
   record, compared = config_lib.to_json(config), config_lib.comparison(config)
   with Checkpointer(workdir, config=record, **compared, **saving) as checkpointer:
     run = Run(parts, source, progress, guard, checkpointer)
-    start, state = run.restore(init_state(config.learner, policy, critic))
-    with (
-      MetricsWriter(workdir, restored_step=start) as metrics,
-      contextlib.closing(trajectory_io.TrajectoryWriter(workdir, restored_step=start)) as samples,
-    ):
-      evaluate = functools.partial(_evaluate, parts, metrics=metrics, console=console, interrupts=interrupts)
+    start, state = run.restore() or (0, parts.init_state(policy, critic))
+    with contextlib.closing(Records(workdir, restored_step=start, placement=parts.placement)) as records:
+      evaluate = functools.partial(_evaluate, parts, records=records, console=console, interrupts=interrupts)
       evaluate(state, 0)
       # The engine serves one caller at a time: the evaluations stand outside the block in which the source drives it.
       with (
@@ -122,16 +122,19 @@ def reinforce(
         progress.start()
         for step in range(start + 1, config.num_steps + 1):
           try:
+            interrupts.check()
             with interrupts.at_once(source.runs_on_caller):
-              trajectories = source.next_batch(step - 1, interrupts.check)
-          except BaseException:  # a signal, too many failed episodes, an engine that broke
-            run.save(step - 1, state)
+              trajectories = source.next_batch(step - 1, interrupts.check_alone)
+          except BaseException as error:  # a signal, too many failed episodes, an engine that broke
+            # Several processes save together, and only of a signal do all of them know.
+            if jax.process_count() == 1 or isinstance(error, Interrupted):
+              run.save(step - 1, state)
             raise
           state, row = _learn(parts, state, step, trajectories, source, progress, guard)
-          metrics.write(step, row)
+          records.step(step, row)
           bar.advance(note=progress.note(row))
           if step % config.checkpoint.every_steps == 0 or step == config.num_steps:
-            samples.write(step, trajectories[:SAMPLES_PER_CHECKPOINT])
+            records.samples(step, trajectories[:SAMPLES_PER_CHECKPOINT])
             run.save(step, state, metric=row["success_rate"])
           try:
             guard.check()
@@ -171,12 +174,15 @@ class Run:
   guard: UpdateGuard
   checkpointer: Checkpointer
 
-  def restore(self, state: LearnerState) -> tuple[int, LearnerState]:
-    """Goes on from the newest checkpoint: `(its step, its state)`; `(0, state)` where there is none."""
-    restored = self.checkpointer.restore(_checkpoint_tree(state, [state.policy] * self.parts.config.lag))
+  def restore(self) -> tuple[int, LearnerState] | None:
+    """Goes on from the newest checkpoint: `(its step, its state)`; None where there is none."""
+    restored = self.checkpointer.restore(checkpoint_template(self.parts))
     if restored is None:
-      return 0, state
+      return None
     host, waiting = restored.host, trajectory_arrays.from_arrays(restored.host_arrays)
+    saved_by, now = host["processes"], jax.process_count()
+    if self.parts.config.schedule == "async" and saved_by != now:
+      raise ValueError(f"an asynchronous run goes on with as many processes as saved it, {saved_by}; received {now}.")
     self.source.restore(host["source"], waiting, restored.state["old_weights"])
     self.progress.restore(host["progress"])
     self.guard.restore(host["guard"])
@@ -197,6 +203,7 @@ class Run:
       return
     source_state, waiting = self.source.state()
     host = {
+      "processes": jax.process_count(),
       "source": source_state,
       "waiting": [trajectory.episode_id for trajectory in waiting],
       "progress": self.progress.state(),
@@ -204,7 +211,10 @@ class Run:
       "baselines": None if self.parts.baselines is None else self.parts.baselines.state(),
     }
     tree = _checkpoint_tree(state, self.source.old_weights())
-    self.checkpointer.save(step, tree, host, host_arrays=trajectory_arrays.to_arrays(waiting), metric=metric)
+    host_arrays = trajectory_arrays.to_arrays(waiting)
+    # Several processes write their shards together, with barriers that are programs on the devices.
+    with self.parts.placement.dispatching() if jax.process_count() > 1 else contextlib.nullcontext():
+      self.checkpointer.save(step, tree, host, host_arrays=host_arrays, metric=metric)
 
 
 def _checkpoint_tree(state: LearnerState, old_weights: list[Params]) -> dict[str, Any]:
@@ -212,34 +222,38 @@ def _checkpoint_tree(state: LearnerState, old_weights: list[Params]) -> dict[str
 
 
 def checkpoint_template(parts: Components) -> dict[str, Any]:
-  """Arrays shaped like a checkpoint of this run: what `Checkpointer.restore` wants."""
-  policy = parts.init_policy()
-  state = init_state(parts.config.learner, policy, parts.init_critic(policy))
-  return _checkpoint_tree(state, [policy] * parts.config.lag)
+  """Shapes and places of what a checkpoint of this run holds: what `Checkpointer.restore` wants."""
+  state = parts.state_shapes()
+  return _checkpoint_tree(state, [state.policy] * parts.config.lag)
 
 
 def _evaluate(
-  parts: Components, state: LearnerState, step: int, *, metrics: MetricsWriter, console: Console, interrupts: Interrupts
+  parts: Components, state: LearnerState, step: int, *, records: Records, console: Console, interrupts: Interrupts
 ) -> None:
   """Success on held-out tasks, as a row of the metrics, unless it is there already."""
   n = parts.config.eval_episodes
-  if not n or metrics.has_evaluation(step):
+  if not n or records.evaluated(step):
     return
   began = time.monotonic()
   with console.stage(f"evaluation after {step} steps", 1) as bar, interrupts.at_once():
-    result = evaluation.evaluate(parts.engine, parts.domain, state.policy, num_episodes=n, version=step)
+    weights = parts.placement.for_engine(state.policy)
+    result = evaluation.evaluate(parts.rollouts, parts.domain, weights, num_episodes=n, version=step)
     bar.advance(note=f"success {result.success_rate:.3f}")
-  metrics.write_evaluation(
+  records.evaluation(
     step, success_rate=result.success_rate, n=n, eval_low=result.low, eval_high=result.high,
     eval_turns_mean=result.turns_mean, eval_seconds=time.monotonic() - began,
   )
 
 
 def _summarise(parts: Components, workdir: pathlib.Path, progress: Progress, source: BatchSource) -> dict[str, Any]:
-  """Writes and returns the run's summary."""
+  """The run's summary, which the main process writes."""
+  dropped, failed = source.counters()["dropped_stale"], progress.failures()
+  seconds = {**stages.stage_seconds(parts, workdir), "rl": progress.seconds}
+  if not is_main_process():
+    told: dict[str, Any] = parts.placement.exchange(None)[0]
+    return told
   _, evaluations = read_metrics(workdir)
   before, after = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-  seconds = {**stages.stage_seconds(parts, workdir), "rl": progress.seconds}
   seconds["evaluation"] = sum(row["eval_seconds"] for row in evaluations)
   summary = {
     "success_before": before.get("eval_success_rate"),
@@ -250,10 +264,10 @@ def _summarise(parts: Components, workdir: pathlib.Path, progress: Progress, sou
     "seconds_total": sum(seconds.values()),
     "seconds_by_stage": seconds,
     "num_steps": parts.config.num_steps,
-    "dropped_stale": source.counters()["dropped_stale"],
-    "failed_episodes": progress.failed_episodes,
-    "failed_by_kind": progress.failed_by_kind,
+    "dropped_stale": dropped,
+    **failed,
     "device": jax.devices()[0].device_kind,
   }
   workdir_lib.write_summary(workdir, summary)
+  parts.placement.exchange(summary)
   return summary

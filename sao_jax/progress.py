@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import signal
 import threading
 import time
@@ -11,10 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+import jax
 import numpy as np
 
 from sao_jax.components import Components
+from sao_jax.io import trajectories as trajectory_io
+from sao_jax.io.metrics import MetricsWriter
+from sao_jax.placement import Placement
 from sao_jax.rollout.sources import BatchSource
+from sao_jax.sharding.distributed import is_main_process
 from sao_jax.types import Trajectory
 
 
@@ -22,11 +28,11 @@ class Progress:
   """Measures the loop: each row covers the time since the row before it.
 
   Args:
-    parts: the run's parts; the engine's counters are read.
+    parts: the run's parts; the engines' counters are read.
   """
 
   def __init__(self, parts: Components):
-    self._engine = parts.engine
+    self._rollouts = parts.rollouts
     self._seconds_before = 0.0
     self._failed_before = 0
     self._failed_at_start = 0
@@ -36,7 +42,7 @@ class Progress:
   def start(self) -> None:
     """Time counts from here."""
     self._began = self._last = time.monotonic()
-    self._counts = self._engine.counters
+    self._counts = self._rollouts.counters()
     self._failed_at_start = self._counts["failed_episodes"]
 
   def learner_begins(self) -> None:
@@ -48,16 +54,20 @@ class Progress:
     """Seconds of RL so far, over all resumptions."""
     return self._seconds_before + time.monotonic() - self._began
 
-  @property
-  def failed_episodes(self) -> int:
-    return int(self._failed_before + self._engine.counters["failed_episodes"] - self._failed_at_start)
+  def failures(self) -> dict[str, Any]:
+    """Failed episodes over all resumptions; those since this start, evaluations included, by kind."""
+    counts = self._rollouts.counters()
+    return {"failed_episodes": self._failed_by(counts), "failed_by_kind": counts["failed_by_kind"]}
+
+  def _failed_by(self, counts: Mapping[str, Any]) -> int:
+    return int(self._failed_before + counts["failed_episodes"] - self._failed_at_start)
 
   def row(
     self, step: int, trajectories: Sequence[Trajectory], report: Mapping[str, Any], source: BatchSource
   ) -> dict[str, float | int]:
     """The metrics row of a learner step, its batch used at version `step - 1`."""
     now = time.monotonic()
-    counts = self._engine.counters
+    counts = self._rollouts.counters()
     elapsed = max(now - self._last, 1e-9)
     staleness = np.array([step - 1 - x.oldest_version for x in trajectories])
     row: dict[str, float | int] = {
@@ -74,7 +84,7 @@ class Progress:
       "mixed_version_fraction": float(np.mean([x.mixed_versions for x in trajectories])),
       **{key: float(value) for key, value in report.items()},
       **source.counters(),
-      "failed_episodes": self.failed_episodes,
+      "failed_episodes": self._failed_by(counts),
       "rollout_tokens_per_s": (counts["tokens_generated"] - self._counts["tokens_generated"]) / elapsed,
       "learner_busy_fraction": (now - self._learner_began) / elapsed,
       "engine_busy_fraction": (counts["busy_seconds"] - self._counts["busy_seconds"]) / elapsed,
@@ -92,16 +102,51 @@ class Progress:
     )
 
   def state(self) -> dict[str, float | int]:
-    return {"seconds": self.seconds, "failed_episodes": self.failed_episodes}
-
-  @property
-  def failed_by_kind(self) -> dict[str, int]:
-    """Failures of this process by kind, evaluations included."""
-    return dict(self._engine.counters["failed_by_kind"])
+    return {"seconds": self.seconds, "failed_episodes": self._failed_by(self._counts)}
 
   def restore(self, state: Mapping[str, Any]) -> None:
     self._seconds_before = float(state["seconds"])
     self._failed_before = int(state["failed_episodes"])
+
+
+class Records:
+  """What a run writes line by line: metrics, and trajectories to look at. Only the main process writes.
+
+  Args:
+    workdir: the run's folder.
+    restored_step: see `io.metrics.MetricsWriter`.
+    placement: tells the other processes what the main one has found.
+  """
+
+  def __init__(self, workdir: pathlib.Path, *, restored_step: int, placement: Placement):
+    self._placement = placement
+    self._metrics: MetricsWriter | None = None
+    self._samples: trajectory_io.TrajectoryWriter | None = None
+    if is_main_process():
+      self._metrics = MetricsWriter(workdir, restored_step=restored_step)
+      self._samples = trajectory_io.TrajectoryWriter(workdir, restored_step=restored_step)
+
+  def evaluated(self, step: int) -> bool:
+    """Whether the evaluation after `step` is written already; every process must ask."""
+    found = self._metrics is not None and self._metrics.has_evaluation(step)
+    return bool(self._placement.exchange(found)[0])
+
+  def step(self, step: int, row: Mapping[str, Any]) -> None:
+    if self._metrics is not None:
+      self._metrics.write(step, row)
+
+  def evaluation(self, step: int, **values: Any) -> None:
+    if self._metrics is not None:
+      self._metrics.write_evaluation(step, **values)
+
+  def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    if self._samples is not None:
+      self._samples.write(step, trajectories)
+
+  def close(self) -> None:
+    for writer in (self._metrics, self._samples):
+      if writer is not None:
+        writer.close()
 
 
 _STDERR = 2
@@ -120,23 +165,38 @@ class Interrupts:
 
   def __init__(self) -> None:
     self.requested = False
+    self._placement: Placement | None = None
     self._raise = False
     self._previous: dict[signal.Signals, Any] = {}
 
+  def share(self, placement: Placement) -> None:
+    """From here on a signal to one process is a signal to all."""
+    self._placement = placement
+
+  def anywhere(self) -> bool:
+    """Whether a signal has come, to any process: all of them must ask."""
+    return self.requested if self._placement is None else any(self._placement.exchange(self.requested))
+
   def check(self) -> None:
-    """Raises `Interrupted` if a signal has come."""
-    if self.requested:
+    """Raises `Interrupted` if a signal has come, to any process: all of them must call it."""
+    if self.anywhere():
+      raise Interrupted
+
+  def check_alone(self) -> None:
+    """As `check`, where no other process can be asked: with several it does nothing."""
+    if self.requested and jax.process_count() == 1:
       raise Interrupted
 
   @contextlib.contextmanager
   def at_once(self, enabled: bool = True) -> Iterator[None]:
     """Inside, a signal raises `Interrupted` wherever the main thread stands: in a tool that takes minutes, say.
 
-    Only around what may end at any point, leaving nothing behind that is used later.
+    Only around what may end at any point, leaving nothing behind that is used later. With several processes a signal
+    waits for the next `check`: they end together.
     """
     try:
-      self._raise = enabled
-      self.check()
+      self._raise = enabled and jax.process_count() == 1
+      self.check_alone()
       yield
     finally:
       self._raise = False

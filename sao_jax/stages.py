@@ -6,6 +6,7 @@ Each stage's result is a checkpoint in `<workdir>/stages/<stage>/`; where it is 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import pathlib
 import shutil
 import time
@@ -19,6 +20,8 @@ from sao_jax.components import Components
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console
 from sao_jax.learner import (
+  LearnerState,
+  SftState,
   demonstration_trajectory,
   init_sft_state,
   init_state,
@@ -68,8 +71,11 @@ def _imitate(
 ) -> tuple[Params, float]:
   """The supervised updates, going on from what an earlier run saved of them. Returns the policy, and the seconds."""
   settings, learner = parts.config.warm_start, parts.config.learner
-  step = make_sft_step(settings.optimizer, parts.policy_apply, logprob_chunk_size=learner.logprob_chunk_size)
-  state = init_sft_state(settings.optimizer, policy)
+  imitate = make_sft_step(
+    settings.optimizer, parts.policy_apply, logprob_chunk_size=learner.logprob_chunk_size, jit=False
+  )
+  step = parts.placement.step(imitate)
+  state: SftState = parts.placement.make(functools.partial(init_sft_state, settings.optimizer), policy)
   rng = np.random.default_rng((parts.config.seed, 1))
   start, began = 0, time.monotonic()
   with (
@@ -91,7 +97,7 @@ def _imitate(
       # The loss is fetched now and then only: fetching waits for the device.
       note = f"loss {float(report['loss']):.3f}" if i % settings.log_every == 0 else None
       bar.advance(note=note)
-      if i < settings.num_steps and (interrupts.requested or i % settings.save_every == 0):
+      if i < settings.num_steps and (interrupts.anywhere() or i % settings.save_every == 0):
         checkpointer.save(i, state, {"rng": coming.result()[1], "seconds": time.monotonic() - began})
         interrupts.check()
   if skipped := int(state.skipped):
@@ -154,11 +160,12 @@ def value_pretraining(
 
 def _initial_trajectories(parts: Components, policy: Params, console: Console) -> list[Trajectory]:
   count = parts.config.critic.pretraining_trajectories
+  weights = parts.placement.for_engine(policy)
   tasks = np.random.default_rng((parts.config.seed, 2)).integers(parts.domain.num_train_tasks, size=count)
   requests = [EpisodeRequest(task_index=int(task), episode_id=i, group_id=i) for i, task in enumerate(tasks)]
   done = []
   with console.stage("initial trajectories", count) as bar:
-    for trajectory in parts.engine.generate(lambda _: (policy, 0), requests, seed=PRETRAINING_SEED):
+    for trajectory in parts.rollouts.generate(lambda _: (weights, 0), requests, seed=PRETRAINING_SEED):
       done.append(trajectory)
       bar.advance()
   return sorted(done, key=lambda x: x.episode_id)  # Completion order depends on the machine's speed; this does not.
@@ -175,8 +182,8 @@ def _fit_values(
   config = parts.config
   learner = config_lib.pretraining_learner(config)
   assert parts.value_apply is not None  # or there would be no critic to fit
-  step = make_critic_step(learner, parts.value_apply, num_updates=1)
-  state = init_state(learner, policy, critic)
+  step = parts.placement.step(make_critic_step(learner, parts.value_apply, num_updates=1, jit=False))
+  state: LearnerState = parts.placement.make(functools.partial(init_state, learner), policy, critic)
   rng = np.random.default_rng((config.seed, 3))
   size = min(config.batch_size, len(trajectories))
   batches = len(trajectories) // size

@@ -7,6 +7,7 @@ index `t` belongs to `tokens[t + 1]`; the only place that shifts is `ops.masking
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -63,6 +64,18 @@ class ValueApply(Protocol):
     ...
 
 
+class SlotPlacement(NamedTuple):
+  """Where the rollout engine's arrays live when its slots are spread over devices."""
+
+  slots: jax.sharding.Sharding
+  """Of `[S]` arrays."""
+  whole: jax.sharding.Sharding
+  """On every device: what comes from the host or goes there."""
+  dispatching: Callable[[], contextlib.AbstractContextManager[Any]]
+  """Entered around every dispatch of a program: threads that start programs over several devices at the same time must
+  not start them in different orders on different devices."""
+
+
 class CachedPolicy(NamedTuple):
   """A policy as the rollout engine sees it: incremental, with a key/value cache of one row per slot."""
 
@@ -99,6 +112,10 @@ class CachedPolicy(NamedTuple):
 
   prepare: Callable[[Params], Params] = lambda params: params
   """`(params) -> prepared`: the weights as decoding wants them (joined, say); computed once per policy version."""
+
+  placement: SlotPlacement | None = None
+  """Set on a mesh (`sharding.cached_on_mesh`), where the functions above keep the cache on its shards; None: JAX's
+  default device."""
 
 
 class Tokenizer(Protocol):

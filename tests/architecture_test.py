@@ -31,7 +31,9 @@ ROOMS = {
   "sharding": {"types"},
   "io": {"types", "version"},
 }
-WIRING = {"__init__", "components", "config", "evaluation", "guards", "loop", "progress", "stages"}
+WIRING = {
+  "__init__", "components", "config", "evaluation", "guards", "loop", "placement", "processes", "progress", "stages",
+}  # fmt: skip
 
 # Commands inside a room: what they wire up besides.
 COMMANDS = {"sao_jax/rollout/serve.py": {"models", "tokenizers"}}

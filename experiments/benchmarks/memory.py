@@ -1,4 +1,4 @@
-"""What two of the learner's choices save in memory: `python -m experiments.benchmarks.memory`.
+"""What the learner's choices save, in bytes and FLOPs: `python -m experiments.benchmarks.memory`.
 
 Compiled, not run: sizes come from shapes and from XLA's own account of its temporaries, so other load does not matter.
 
@@ -7,6 +7,8 @@ Compiled, not run: sizes come from shapes and from XLA's own account of its temp
   compiled critic step holds. Frozen leaves have none of the latter two.
 - The log-probs of 4,096 tokens at a vocabulary of 32,768 (d 256, float32), forward and backward, in chunks, against
   full logits.
+- The head on action tokens alone: FLOPs of the same log-probs, forward and backward, of all tokens and of the three in
+  ten that turns of 32 action and 75 observation tokens leave. XLA's count of one chunk, times the chunks that run.
 
 Expected before the first measurement: optimizer state and gradients shrink by attention's share of the parameters (a
 fifth of this model); chunks of 512 tokens hold an eighth of the logits, twice over in the backward pass, against two
@@ -23,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import app, flags
 
 from experiments.benchmarks import decoding
@@ -30,6 +33,8 @@ from sao_jax.learner import init_state, learner_config, split
 from sao_jax.models import init_critic, init_policy
 from sao_jax.ops import logprobs
 
+TURN = (32, 75)
+"""Action and observation tokens of a turn."""
 TOKENS, VOCABULARY, WIDTH = 4_096, 32_768, 256
 
 
@@ -74,6 +79,27 @@ def logprob_temporaries(chunk_size: int | None) -> int:
   return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
+def head_flops(chunk_size: int) -> dict[str, float]:
+  """FLOPs of log-probs and their gradient: of all tokens, and of action tokens alone."""
+  mask = np.arange(TOKENS) % sum(TURN) < TURN[0]
+  used, every, width = logprobs.masked_chunks(mask, chunk_size=chunk_size)
+
+  def loss(hidden: jax.Array, head: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.sum(logprobs.chunked_token_logprobs(hidden, head, tokens, chunk_size=width)[0])
+
+  shapes = (
+    jax.ShapeDtypeStruct((width, WIDTH), jnp.float32),
+    jax.ShapeDtypeStruct((WIDTH, VOCABULARY), jnp.float32),
+    jax.ShapeDtypeStruct((width,), jnp.int32),
+  )
+  of_a_chunk = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes).compile().cost_analysis()["flops"]
+  return {
+    "action_share": float(mask.mean()),
+    "head_flops_all_tokens": of_a_chunk * every,
+    "head_flops_action_tokens": of_a_chunk * int(used),
+  }
+
+
 def run(*, chunk_size: int) -> dict[str, Any]:
   """Prints rows and returns the last line's object."""
   whole, frozen = critic_bytes(()), critic_bytes(("attention",))
@@ -85,7 +111,11 @@ def run(*, chunk_size: int) -> dict[str, Any]:
   print(f"log-probs of {TOKENS:,} tokens, vocabulary {VOCABULARY:,}, forward and backward, temporaries in bytes")
   print(f"  full logits {full:,}; chunks of {chunk_size} {chunked:,}: {chunked / full:.1%}")
   print(f"  of one array of logits: {chunked / logits:.1%}")
+  head = head_flops(chunk_size)
+  share = head["head_flops_action_tokens"] / head["head_flops_all_tokens"]
+  print(f"FLOPs of the head, {head['action_share']:.1%} action tokens: {share:.1%} of those for all tokens")
   return {
+    **head,
     "critic_bytes_full": whole,
     "critic_bytes_frozen": frozen,
     "logprob_temporaries_full": full,

@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sao_jax import types, version
-from sao_jax.io import trajectory_arrays
+from sao_jax.io import processes, trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 
 _FORMAT = 1
@@ -56,6 +56,10 @@ class Checkpointer:
   `save` copies the arrays to the host (the learner may donate its own right after) and returns; one background thread
   writes them. The folder gets its name only when all is in it, so a kill at any moment leaves the earlier checkpoints
   whole. `files.json` in it holds the size and checksum of every file, which `restore` verifies. Nothing is pickled.
+
+  With several processes, which share the folder and must all make the same calls, each writes its own shards, and
+  `save` returns when all are written: its barriers are programs on the devices, whose place among the learner's must be
+  the same everywhere.
   """
 
   def __init__(
@@ -92,9 +96,11 @@ class Checkpointer:
     self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
-    if not read_only:
+    if not read_only and processes.is_main():
       self._folder.mkdir(parents=True, exist_ok=True)
       self._remove_leftovers()
+    if not read_only:
+      processes.barrier("checkpoints opened")
 
   def steps(self) -> list[int]:
     """Steps of which a whole checkpoint folder is there (intact or not), in increasing order."""
@@ -164,7 +170,10 @@ class Checkpointer:
       "host": json.loads(json.dumps(dict(host))),
     }
     metric = None if metric is None else float(metric)
-    self._pending = self._thread.submit(self._write, step, arrays, body, dict(host_arrays or {}), metric)
+    if jax.process_count() > 1:
+      self._write(step, arrays, body, dict(host_arrays or {}), metric)
+    else:
+      self._pending = self._thread.submit(self._write, step, arrays, body, dict(host_arrays or {}), metric)
 
   def wait(self) -> None:
     """Blocks until the save under way is complete; raises what it failed with, as a `CheckpointError`."""
@@ -194,6 +203,16 @@ class Checkpointer:
         or there are checkpoints and none is intact (they stay where they are).
     """
     self.wait()
+    step = processes.from_main(self._newest_intact() if processes.is_main() else None)
+    if step is None:
+      return None
+    body = self._read_body(step)
+    self._check_schema(step, body, template)
+    host_arrays = trajectory_arrays.load(self.path(step) / _HOST_ARRAYS)
+    return Restored(step, self._read_state(step, template), body["host"], host_arrays)
+
+  def _newest_intact(self) -> int | None:
+    """The newest intact step, None where there is no checkpoint; newer ones are put aside."""
     steps = self.steps()
     damaged = []
     for step in reversed(steps):
@@ -206,10 +225,7 @@ class Checkpointer:
       if not self._read_only:
         for newer in damaged:
           self._remove(newer, _DAMAGED)
-      body = self._read_body(step)
-      self._check_schema(step, body, template)
-      host_arrays = trajectory_arrays.load(self.path(step) / _HOST_ARRAYS)
-      return Restored(step, self._read_state(step, template), body["host"], host_arrays)
+      return step
     if steps:
       raise CheckpointError(f"All checkpoints in {self._folder} are damaged (steps {steps}); see the warnings above.")
     return None
@@ -242,7 +258,12 @@ class Checkpointer:
     partial = self.path(step).with_name(f"{step}{_PARTIAL}")
     items = ocp.args.Composite(state=ocp.args.PyTreeSave(_nest(arrays)), host=ocp.args.JsonSave(body))
     self._orbax.save(partial, args=items, force=True)
-    trajectory_arrays.save(partial / _HOST_ARRAYS, host_arrays)
+    if processes.is_main():
+      trajectory_arrays.save(partial / _HOST_ARRAYS, host_arrays)
+      self._commit(step, partial, metric)
+    processes.barrier("checkpoint saved")
+
+  def _commit(self, step: int, partial: pathlib.Path, metric: float | None) -> None:
     files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     checksums = {path.relative_to(partial).as_posix(): _checksum(path) for path in files}
     listing = {"metric": metric, "files": checksums}

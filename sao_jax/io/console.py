@@ -62,9 +62,15 @@ class Stage:
 class Console:
   """The run's voice. `rich.print` inside a stage goes above the bar."""
 
-  def __init__(self, *, file: TextIO | None = None, plain_every_s: float = 5.0) -> None:
-    """Args: file: where to write, standard output by default; plain_every_s: time between plain lines of one stage."""
-    self.rich = rich.console.Console(file=file)
+  def __init__(self, *, file: TextIO | None = None, plain_every_s: float = 5.0, quiet: bool = False) -> None:
+    """Opens it.
+
+    Args:
+      file: where to write, standard output by default.
+      plain_every_s: time between plain lines of one stage.
+      quiet: says nothing at all.
+    """
+    self.rich = rich.console.Console(file=file, quiet=quiet)
     self._plain_every_s = plain_every_s
 
   @contextlib.contextmanager

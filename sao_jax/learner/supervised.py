@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sao_jax.learner import batching, microbatches, optimizers
+from sao_jax.learner import batching, microbatches, optimizers, scoring
 from sao_jax.learner import state as state_lib
 from sao_jax.learner.config import OptimizerConfig
-from sao_jax.ops import logprobs, masking
+from sao_jax.ops import masking
 from sao_jax.types import Params, PolicyApply, TokenBatch, Trajectory
 
 
@@ -39,13 +39,16 @@ def init_sft_state(config: OptimizerConfig, params: Params) -> SftState:
   return state_lib.commit(state, params)
 
 
-def make_sft_step(config: OptimizerConfig, policy_apply: PolicyApply, *, logprob_chunk_size: int = 1024) -> SftStep:
-  """Builds the jitted step: loss = -sum over action tokens of log pi / number of action tokens of the batch.
+def make_sft_step(
+  config: OptimizerConfig, policy_apply: PolicyApply, *, logprob_chunk_size: int = 1024, jit: bool = True
+) -> SftStep:
+  """Builds the step: loss = -sum over action tokens of log pi / number of action tokens of the batch.
 
   Args:
     config: the optimizer.
     policy_apply: the policy.
     logprob_chunk_size: tokens whose logits are held at once.
+    jit: compile the step, donating its state; False returns the plain function.
 
   Returns:
     The step; its metrics are `loss`, `entropy`, `grad_norm`, `action_tokens` and `skipped`, device scalars.
@@ -57,10 +60,7 @@ def make_sft_step(config: OptimizerConfig, policy_apply: PolicyApply, *, logprob
 
     def loss_fn(params: Params, tokens: TokenBatch) -> tuple[jax.Array, jax.Array]:
       output = policy_apply(params, tokens.tokens, tokens.positions, tokens.segment_ids)
-      hidden = masking.align_predictions(output.hidden)
-      logp, entropy = logprobs.chunked_token_logprobs(
-        hidden, output.lm_head, tokens.tokens, chunk_size=logprob_chunk_size
-      )
+      logp, entropy = scoring.action_logprobs(output, tokens, chunk_size=logprob_chunk_size)
       return -masking.masked_mean(logp, tokens.action_mask, denominator=jnp.maximum(count, 1)), entropy
 
     grads, loss, entropy = microbatches.accumulate_gradients(
@@ -77,7 +77,7 @@ def make_sft_step(config: OptimizerConfig, policy_apply: PolicyApply, *, logprob
     }
     return SftState(done.params, done.opt_state, state.step + 1, skipped), metrics
 
-  return jax.jit(step, donate_argnums=0)
+  return jax.jit(step, donate_argnums=0) if jit else step
 
 
 def demonstration_trajectory(

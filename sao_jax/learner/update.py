@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from sao_jax.learner import algorithms, microbatches, optimizers, partition, targets
+from sao_jax.learner import algorithms, microbatches, optimizers, partition, scoring, targets
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.learner.state import LearnerState
-from sao_jax.ops import diagnostics, logprobs, masking, value_losses
+from sao_jax.ops import diagnostics, masking, value_losses
 from sao_jax.types import Params, PolicyApply, TokenBatch, ValueApply
 
 Metrics: TypeAlias = dict[str, jax.Array]
@@ -277,14 +277,10 @@ def _value_forward(value_apply: ValueApply, critic: Params, tokens: TokenBatch) 
 def _forward(
   config: LearnerConfig, policy_apply: PolicyApply, params: Params, tokens: TokenBatch
 ) -> tuple[jax.Array, jax.Array]:
-  """`(log pi(tokens[t] | tokens[:t]), entropy)`, both `[B, T]` float32, at the config's temperature."""
+  """`scoring.action_logprobs` at the config's temperature."""
   output = policy_apply(params, tokens.tokens, tokens.positions, tokens.segment_ids)
-  return logprobs.chunked_token_logprobs(
-    masking.align_predictions(output.hidden),
-    output.lm_head,
-    tokens.tokens,
-    temperature=config.temperature,
-    chunk_size=config.logprob_chunk_size,
+  return scoring.action_logprobs(
+    output, tokens, temperature=config.temperature, chunk_size=config.logprob_chunk_size
   )
 
 

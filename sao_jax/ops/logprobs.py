@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from jax.typing import ArrayLike
 from sao_jax.ops import _checks
 
 _Pair: TypeAlias = tuple[jax.Array, jax.Array]
+
+MIN_CHUNKS = 8
+"""Chunks that a row of `masked_token_logprobs` has at least: fewer would leave less of them out."""
 
 
 def token_logprobs(logits: ArrayLike, tokens: ArrayLike, *, temperature: float = 1.0) -> jax.Array:
@@ -72,6 +75,65 @@ def chunked_token_logprobs(
   Raises:
     ValueError: the shapes do not fit, τ ≤ 0 or chunk_size < 1. TypeError: float tokens.
   """
+  h, w, ids = _head_inputs(hidden, lm_head, tokens, temperature, chunk_size)
+  chunks, restore = _split(h, ids, chunk_size)
+  logp, entropy = _chunked(float(temperature), *chunks, w)
+  return restore(logp), restore(entropy)
+
+
+def masked_token_logprobs(
+  hidden: ArrayLike,
+  lm_head: ArrayLike,
+  tokens: ArrayLike,
+  mask: ArrayLike,
+  *,
+  temperature: float = 1.0,
+  chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:
+  """`chunked_token_logprobs` of the tokens where the mask is True; both results are 0 elsewhere, and cost nothing.
+
+  Chunks are filled with masked tokens only, and the loop over them ends with the last one, forward and backward: one
+  compiled program, whose work follows the number of masked tokens (rounded up to chunks). Rows are kept apart, so rows
+  sharded over devices stay so, and the fullest row decides; of one long row nothing is rounded but the last chunk.
+  Hidden states off the mask are never read: NaN there reaches neither the results nor a gradient.
+
+  Args:
+    hidden: `[..., D]`, any float dtype, aligned: `hidden[t]` predicts `tokens[t]` (`masking.align_predictions`).
+    lm_head: `[D, V]`.
+    tokens: `[...]` int ids in [0, V).
+    mask: `[...]` bool: which tokens to score.
+    temperature: τ > 0, the one the engine samples with.
+    chunk_size: ≥ 1, tokens whose logits may exist at once; a row has at least `MIN_CHUNKS` chunks.
+
+  Returns:
+    `(logp, entropy)`, both `[...]` float32.
+
+  Raises:
+    ValueError: the shapes do not fit, τ ≤ 0 or chunk_size < 1. TypeError: float tokens, a mask that is not bool.
+  """
+  h, w, ids = _head_inputs(hidden, lm_head, tokens, temperature, chunk_size)
+  chosen = _checks.boolean("mask", mask)
+  if chosen.shape != ids.shape or not ids.ndim:
+    raise ValueError(f"mask must have tokens' shape, at least one axis; received {chosen.shape}, tokens {ids.shape}.")
+  rows, columns = math.prod(ids.shape[:-1]), ids.shape[-1]
+  width = _masked_width(rows, columns, chunk_size)
+  arguments = (h.reshape(rows, columns, h.shape[-1]), ids.reshape(rows, columns), chosen.reshape(rows, columns), w)
+  logp, entropy = _masked(float(temperature), width, *arguments)
+  return logp.reshape(ids.shape), entropy.reshape(ids.shape)
+
+
+def masked_chunks(mask: ArrayLike, *, chunk_size: int) -> tuple[jax.Array, int, int]:
+  """What `masked_token_logprobs` computes: `(chunks it runs, chunks of a full mask, tokens per chunk)`."""
+  chosen = _checks.boolean("mask", mask)
+  rows, columns = math.prod(chosen.shape[:-1]), chosen.shape[-1]
+  width = _masked_width(rows, columns, chunk_size)
+  return _used_chunks(chosen.reshape(rows, columns), width), math.ceil(columns / width), rows * width
+
+
+def _head_inputs(
+  hidden: ArrayLike, lm_head: ArrayLike, tokens: ArrayLike, temperature: float, chunk_size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Checked `(hidden, lm_head, tokens)`."""
   _checks.interval("temperature", temperature, 0.0, open_low=True)
   if not isinstance(chunk_size, int) or chunk_size < 1:
     raise ValueError(f"chunk_size must be an int >= 1; received {chunk_size!r}.")
@@ -83,9 +145,7 @@ def chunked_token_logprobs(
     )
   if not (jnp.issubdtype(h.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
     raise TypeError(f"hidden and lm_head must be floats; received {h.dtype.name} and {w.dtype.name}.")
-  chunks, restore = _split(h, ids, chunk_size)
-  logp, entropy = _chunked(float(temperature), *chunks, w)
-  return restore(logp), restore(entropy)
+  return h, w, ids
 
 
 def _token_ids(tokens: ArrayLike) -> jax.Array:
@@ -206,3 +266,99 @@ def _chunked_backward(
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def _masked_width(rows: int, columns: int, chunk_size: int) -> int:
+  """Tokens that a chunk takes of each row."""
+  return max(1, min(chunk_size // max(rows, 1), math.ceil(columns / MIN_CHUNKS)))
+
+
+def _used_chunks(mask: jax.Array, width: int) -> jax.Array:
+  """Chunks that hold a masked token of any row."""
+  return -(-jnp.max(jnp.sum(mask, axis=-1), initial=0) // width)
+
+
+class _Order(NamedTuple):
+  """Which tokens of `[R, T]` the chunks take: those of the mask first, in their order."""
+
+  column: jax.Array
+  """`[R, n * width]`: the token at each place; columns past T repeat the last."""
+  valid: jax.Array
+  """`[R, n * width]` bool: a masked token stands there."""
+  place: jax.Array
+  """`[R, T]`: where each masked token stands."""
+  used: jax.Array
+  """Chunks that hold anything."""
+
+
+def _order(mask: jax.Array, width: int) -> _Order:
+  columns = mask.shape[1]
+  padding = -columns % width
+  first = jnp.argsort(~mask, axis=-1, stable=True)
+  return _Order(
+    column=jnp.pad(first, ((0, 0), (0, padding)), mode="edge"),
+    valid=jnp.arange(columns + padding) < jnp.sum(mask, axis=-1, keepdims=True),
+    place=jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0),
+    used=_used_chunks(mask, width),
+  )
+
+
+def _take(x: jax.Array, order: _Order, i: jax.Array, width: int) -> jax.Array:
+  """`[R, width, ...]`: chunk i of `[R, T, ...]`, zeros where nothing masked stands."""
+  column, valid = (lax.dynamic_slice_in_dim(a, i * width, width, axis=1) for a in (order.column, order.valid))
+  extra = (1,) * (x.ndim - 2)
+  taken = jnp.take_along_axis(x, column.reshape(*column.shape, *extra), axis=1)
+  return jnp.where(valid.reshape(*valid.shape, *extra), taken, jnp.zeros((), x.dtype))
+
+
+def _put_back(x: jax.Array, order: _Order, mask: jax.Array) -> jax.Array:
+  """`[R, T, ...]` from `[R, n * width, ...]`, zeros off the mask."""
+  extra = (1,) * (x.ndim - 2)
+  placed = jnp.take_along_axis(x, order.place.reshape(*mask.shape, *extra), axis=1)
+  return jnp.where(mask.reshape(*mask.shape, *extra), placed, jnp.zeros((), x.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _masked(
+  temperature: float, width: int, h: jax.Array, ids: jax.Array, mask: jax.Array, w: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  return _masked_forward(temperature, width, h, ids, mask, w)[0]
+
+
+def _masked_forward(
+  temperature: float, width: int, h: jax.Array, ids: jax.Array, mask: jax.Array, w: jax.Array
+) -> tuple[_Pair, tuple[Any, ...]]:
+  order = _order(mask, width)
+
+  def chunk(i: jax.Array, written: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    results = _forward_chunk(_take(h, order, i, width), _take(ids, order, i, width), w, temperature)
+    return tuple(
+      lax.dynamic_update_slice_in_dim(a, x, i * width, axis=1) for a, x in zip(written, results, strict=True)
+    )
+
+  empty = jnp.zeros(order.column.shape, jnp.float32)
+  logp, entropy, logsumexp = lax.fori_loop(0, order.used, chunk, (empty, empty, empty))
+  outputs = (_put_back(logp, order, mask), _put_back(entropy, order, mask))
+  return outputs, (h, ids, mask, w, order, logsumexp, entropy)
+
+
+def _masked_backward(
+  temperature: float, width: int, residuals: tuple[Any, ...], cotangents: _Pair
+) -> tuple[jax.Array, None, None, jax.Array]:
+  h, ids, mask, w, order, logsumexp, entropy = residuals
+
+  def chunk(i: jax.Array, sums: _Pair) -> _Pair:
+    h_bars, w_bar = sums
+    seen = (lax.dynamic_slice_in_dim(a, i * width, width, axis=1) for a in (logsumexp, entropy))
+    bars = (_take(x, order, i, width) for x in cotangents)
+    h_bar, w_share = _backward_chunk(
+      _take(h, order, i, width), _take(ids, order, i, width), w, temperature, *seen, *bars
+    )
+    return lax.dynamic_update_slice_in_dim(h_bars, h_bar, i * width, axis=1), w_bar + w_share
+
+  empty = jnp.zeros((*order.column.shape, h.shape[-1]), h.dtype)
+  h_bars, w_bar = lax.fori_loop(0, order.used, chunk, (empty, jnp.zeros(w.shape, jnp.float32)))
+  return _put_back(h_bars, order, mask), None, None, w_bar.astype(w.dtype)
+
+
+_masked.defvjp(_masked_forward, _masked_backward)

@@ -21,14 +21,16 @@ class RequestStream:
     num_tasks: size of the task set; passes follow one another without end.
     group_size: episodes per task, in a row.
     seed: decides the order of the tasks.
+    part: `(index, count)`: of every `count` groups only number `index` is handed out here; the others run elsewhere.
   """
 
-  def __init__(self, *, num_tasks: int, group_size: int, seed: int):
+  def __init__(self, *, num_tasks: int, group_size: int, seed: int, part: tuple[int, int] = (0, 1)):
     if num_tasks < 1 or group_size < 1:
       raise ValueError(f"num_tasks and group_size must be >= 1; received {num_tasks}, {group_size}.")
     self._num_tasks = num_tasks
     self._group_size = group_size
     self._seed = seed
+    self._part = part
     self._cursor = 0
     self._again: list[int] = []
     self._permutation: tuple[int, np.ndarray] | None = None
@@ -39,6 +41,9 @@ class RequestStream:
     with self._lock:
       if self._again:
         return self._request(self._again.pop(0))
+      index, count = self._part
+      while self._cursor // self._group_size % count != index:
+        self._cursor += 1
       self._cursor += 1
       return self._request(self._cursor - 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -144,7 +145,8 @@ def _prefill(
   slots, start, count, token, budget, activate, episode = packed[:, :_HEADER].T
   _, cache = spec.model.extend(params, cache, packed[:, _HEADER:], slots, start, count, live_len=live_len)
   rows = SlotState(token, start + count, budget, activate.astype(bool), episode)
-  return cache, jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), state, rows)
+  state = jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), state, rows)
+  return cache, _hold_slots(spec, state)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -192,34 +194,48 @@ def _decode(
     count[None],
     state.active[None].astype(jnp.int32),
   ])
-  return model.merge(cache, window, count), state, out
+  if model.placement is not None:
+    out = jax.lax.with_sharding_constraint(out, model.placement.whole)
+  return model.merge(cache, window, count), _hold_slots(spec, state), out
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "num_slots", "max_len"))
+def _empty(*, spec: SamplerSpec, num_slots: int, max_len: int) -> tuple[Cache, SlotState]:
+  """A cache and slots without content, made where they live."""
+  zeros = jnp.zeros((num_slots,), jnp.int32)
+  state = SlotState(token=zeros, position=zeros, budget=zeros, active=zeros.astype(jnp.bool_), episode=zeros)
+  return spec.model.init_cache(num_slots, max_len), _hold_slots(spec, state)
+
+
+def _hold_slots(spec: SamplerSpec, state: SlotState) -> SlotState:
+  placement = spec.model.placement
+  return state if placement is None else jax.lax.with_sharding_constraint(state, placement.slots)
+
+
+def _dispatching(spec: SamplerSpec) -> contextlib.AbstractContextManager[Any]:
+  placement = spec.model.placement
+  return contextlib.nullcontext() if placement is None else placement.dispatching()
 
 
 class _Lane:
   """Some of the slots: their cache and state, donated to every call, so that nothing is copied."""
 
   def __init__(self, spec: SamplerSpec, num_slots: int, max_len: int):
-    self.cache = spec.model.init_cache(num_slots, max_len)
-    # Distinct buffers: each is donated.
-    zeros = [jnp.zeros((num_slots,), jnp.int32) for _ in range(4)]
-    self.state = SlotState(
-      token=zeros[0],
-      position=zeros[1],
-      budget=zeros[2],
-      active=jnp.zeros((num_slots,), jnp.bool_),
-      episode=zeros[3],
-    )
     self._spec = spec
+    with _dispatching(spec):
+      self.cache, self.state = _empty(spec=spec, num_slots=num_slots, max_len=max_len)
 
   def prefill(self, params: Params, packed: np.ndarray, live_len: int) -> None:
-    self.cache, self.state = _prefill(
-      params, self.cache, self.state, jax.device_put(packed), spec=self._spec, live_len=live_len
-    )
+    placement = self._spec.model.placement
+    rows = jax.device_put(packed, None if placement is None else placement.whole)
+    with _dispatching(self._spec):
+      self.cache, self.state = _prefill(params, self.cache, self.state, rows, spec=self._spec, live_len=live_len)
 
   def decode(self, prepared: Params, key: jax.Array, live_len: int) -> jax.Array:
-    self.cache, self.state, out = _decode(
-      prepared, self.cache, self.state, key, spec=self._spec, live_len=live_len
-    )
+    with _dispatching(self._spec):
+      self.cache, self.state, out = _decode(
+        prepared, self.cache, self.state, key, spec=self._spec, live_len=live_len
+      )
     return out
 
 
@@ -292,7 +308,8 @@ class Sampler:
       live_lens: per lane, a bound on every active slot's position + `chunk_steps`; 0 leaves the lane out.
     """
     if params is not self._params:
-      self._params, self._prepared = params, _prepare(params, spec=self._spec)
+      with _dispatching(self._spec):
+        self._params, self._prepared = params, _prepare(params, spec=self._spec)
     return [
       self._submit(i, functools.partial(lane.decode, self._prepared, key, live_len)) if live_len else None
       for i, (lane, live_len) in enumerate(zip(self._lanes, live_lens, strict=True))

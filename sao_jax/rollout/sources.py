@@ -10,17 +10,14 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import jax
-import jax.numpy as jnp
-
-from sao_jax.rollout.engine import AsyncEngine, EngineThread, RolloutEngine
+from sao_jax.rollout.engine import AsyncEngine, EngineThread, ParamsFor
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.rollout.queue import TrajectoryQueue
 from sao_jax.rollout.requests import RequestStream
-from sao_jax.rollout.weights import WeightStore
+from sao_jax.rollout.weights import WeightStore, owned_copy
 from sao_jax.types import Params, Trajectory
 
 _POLL_S = 0.5
@@ -32,6 +29,16 @@ _log = logging.getLogger(__name__)
 
 def _nothing() -> None:
   """The default check."""
+
+
+class Generates(Protocol):
+  """An engine, or several that share out the requests among them."""
+
+  def generate(
+    self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int
+  ) -> Iterator[Trajectory]:
+    """See `Engine.generate`."""
+    ...
 
 
 class BatchSource(Protocol):
@@ -88,6 +95,7 @@ class LaggedSource:
     lag: how many versions old the weights are at the start of a batch; 0 is on-policy.
     switch_chunks: after so many decode chunks the engine goes on with the next version, up to the newest; None: never,
       so that a trajectory has one version.
+    copy: copies published parameters to where the engine reads them.
   """
 
   runs_on_caller = True
@@ -95,12 +103,13 @@ class LaggedSource:
   def __init__(
     self,
     *,
-    engine: RolloutEngine,
+    engine: Generates,
     requests: RequestStream,
     batch_size: int,
     group_size: int,
     lag: int,
     switch_chunks: int | None,
+    copy: Callable[[Params], Params] = owned_copy,
   ):
     if lag < 0:
       raise ValueError(f"lag must be >= 0; received {lag}.")
@@ -112,12 +121,13 @@ class LaggedSource:
     self._group_size = group_size
     self._lag = lag
     self._switch_chunks = switch_chunks
+    self._copy = copy
     self._history: collections.deque[tuple[Params, int]] = collections.deque(maxlen=lag + 1)
     self._dropped_incomplete_group = 0
     self._published = self._position()
 
   def publish(self, params: Params, version: int) -> None:
-    self._history.append((_owned_copy(params), version))
+    self._history.append((self._copy(params), version))
     self._published = self._position()
 
   def next_batch(self, version: int, check: Callable[[], None] = _nothing) -> list[Trajectory]:
@@ -145,7 +155,7 @@ class LaggedSource:
     self._dropped_incomplete_group = int(state["dropped_incomplete_group"])
     for version, params in zip(state["versions"], old_weights, strict=True):
       if not self._history or self._history[-1][1] != version:
-        self._history.append((_owned_copy(params), int(version)))
+        self._history.append((self._copy(params), int(version)))
     self._published = self._position()
 
   def close(self) -> None:
@@ -177,14 +187,22 @@ class AsyncSource:
     engine: the engine, or a cluster of them; driven by a thread of this object from the first `publish` on.
     requests: episodes to run.
     queue: between the two.
+    copy: copies published parameters to where the engine reads them.
   """
 
   runs_on_caller = False
 
-  def __init__(self, *, engine: AsyncEngine, requests: RequestStream, queue: TrajectoryQueue):
+  def __init__(
+    self,
+    *,
+    engine: AsyncEngine,
+    requests: RequestStream,
+    queue: TrajectoryQueue,
+    copy: Callable[[Params], Params] = owned_copy,
+  ):
     self._requests = requests
     self._queue = queue
-    self._weights = WeightStore()
+    self._weights = WeightStore(copy)
     self._version = 0
     self._in_hand: list[Trajectory] = []
     """The batch that the learner is at."""
@@ -257,7 +275,3 @@ class AsyncSource:
 
   def _fail(self, request: EpisodeRequest) -> None:
     self._queue.fail(request)
-
-
-def _owned_copy(params: Params) -> Params:
-  return jax.block_until_ready(jax.tree.map(jnp.copy, params))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,13 @@ from sao_jax.types import Params
 
 @jax.jit
 def _copy(params: Params) -> Params:
-  """Fresh buffers with the same values (`jnp.copy` is never elided, so no output aliases an input)."""
   return jax.tree.map(jnp.copy, params)
+
+
+def owned_copy(params: Params) -> Params:
+  """Fresh buffers with the same values, there when this returns (`jnp.copy` is never elided: no output aliases an
+  input)."""
+  return jax.block_until_ready(_copy(params))
 
 
 class WeightStore:
@@ -22,9 +28,13 @@ class WeightStore:
   `publish` copies into buffers that nobody donates, and blocks until the copy is done: the learner may donate its own
   parameters to its next update at once (a reader could otherwise meet deleted buffers). The version before stays alive
   for as long as a reader still holds it, so at most two copies exist while an engine follows.
+
+  Args:
+    copy: copies parameters to where the engine reads them, and waits until they are there.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, copy: Callable[[Params], Params] = owned_copy) -> None:
+    self._copy = copy
     self._changed = threading.Condition()
     self._latest: tuple[Params, int] | None = None
 
@@ -38,7 +48,7 @@ class WeightStore:
     Raises:
       ValueError: `version` does not go up.
     """
-    copied = jax.block_until_ready(_copy(params))
+    copied = self._copy(params)
     with self._changed:
       if version < 0 or (self._latest is not None and version <= self._latest[1]):
         newest = None if self._latest is None else self._latest[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sao_jax.sharding import rules
+from sao_jax.sharding.cached import cached_on_mesh
 from sao_jax.sharding.mesh import AXES, MeshConfig, make_mesh, parse_mesh
 from sao_jax.sharding.rules import Rule, batch_shardings, cache_shardings, replicated, shardings_for
 from sao_jax.sharding.step import hold_sharded, jit_step, on_mesh, place
@@ -12,6 +14,7 @@ __all__ = [
   "Rule",
   "batch_shardings",
   "cache_shardings",
+  "cached_on_mesh",
   "hold_sharded",
   "jit_step",
   "make_mesh",
@@ -19,5 +22,6 @@ __all__ = [
   "parse_mesh",
   "place",
   "replicated",
+  "rules",
   "shardings_for",
 ]

@@ -147,3 +147,67 @@ def test_bad_input():
     logprobs.token_logprobs(hidden @ lm_head, tokens[:3])
   with pytest.raises(TypeError, match="chunk_size"):
     f(hidden, lm_head, tokens)  # type: ignore[call-arg]
+
+
+def masks(shape):
+  """Edges: none, all, one, and random ones with rows of very unequal counts."""
+  rng = np.random.default_rng(3)
+  ragged = rng.random(shape) < np.linspace(0.0, 0.9, shape[0]).reshape(-1, *(1,) * (len(shape) - 1))
+  one = np.zeros(shape, bool)
+  one[(-1,) * len(shape)] = True
+  return {"none": np.zeros(shape, bool), "all": np.ones(shape, bool), "one": one, "ragged": ragged}
+
+
+@pytest.mark.parametrize(("shape", "chunk_size"), [((37,), 5), ((4, 19), 8), ((4, 19), 1_000), ((6, 3), 2), ((1,), 1)])
+def test_masked_values_and_gradients_are_those_of_the_masked_tokens(shape, chunk_size):
+  hidden, lm_head, tokens = problem(shape)
+  weights = np.random.default_rng(1).normal(size=(2, *shape)).astype(np.float32)
+
+  @jax.jit
+  def full(h, w, mask):
+    def total(h, w):
+      every = logprobs.chunked_token_logprobs(h, w, tokens, temperature=0.7, chunk_size=chunk_size)
+      outputs = [jnp.where(mask, out, 0.0) for out in every]
+      return sum((weight * out).sum() for weight, out in zip(weights, outputs, strict=True)), outputs
+
+    return jax.grad(total, argnums=(0, 1), has_aux=True)(h, w)
+
+  traces = []
+
+  @jax.jit
+  def masked(h, w, mask):
+    traces.append(1)
+
+    def total(h, w):
+      outputs = logprobs.masked_token_logprobs(h, w, tokens, mask, temperature=0.7, chunk_size=chunk_size)
+      return sum((weight * out).sum() for weight, out in zip(weights, outputs, strict=True)), outputs
+
+    return jax.grad(total, argnums=(0, 1), has_aux=True)(h, w)
+
+  for name, mask in masks(shape).items():
+    broken = np.where(mask[..., None], hidden, np.nan)
+    gradients, outputs = masked(broken, lm_head, mask)
+    wanted = jax.tree.leaves(full(hidden, lm_head, mask))
+    for actual, expected in zip(jax.tree.leaves((gradients, list(outputs))), wanted, strict=True):
+      np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6, err_msg=name)
+    for out in outputs:
+      assert out.shape == shape and out.dtype == jnp.float32 and not np.asarray(out)[~mask].any()
+  assert len(traces) == 1  # one program for every mask
+
+
+def test_masked_chunks_follow_the_fullest_row():
+  mask = np.zeros((2, 64), bool)
+  assert [int(x) for x in logprobs.masked_chunks(mask, chunk_size=1_000)] == [0, 8, 16]
+  mask[0, ::4] = True
+  assert int(logprobs.masked_chunks(mask, chunk_size=1_000)[0]) == 2
+  mask[1] = True
+  assert int(logprobs.masked_chunks(mask, chunk_size=1_000)[0]) == 8
+  assert [int(x) for x in logprobs.masked_chunks(mask.reshape(-1), chunk_size=10)] == [8, 13, 10]
+
+
+def test_masked_refuses_what_does_not_fit():
+  hidden, lm_head, tokens = problem((2, 5))
+  with pytest.raises(ValueError, match=r"mask must have tokens' shape.*\(2, 4\), tokens \(2, 5\)"):
+    logprobs.masked_token_logprobs(hidden, lm_head, tokens, np.ones((2, 4), bool), chunk_size=4)
+  with pytest.raises(TypeError, match="mask"):
+    logprobs.masked_token_logprobs(hidden, lm_head, tokens, np.ones((2, 5)), chunk_size=4)
