@@ -16,6 +16,8 @@ _ACTIONS: Mapping[str, Sequence[str]] = {
   "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
   "Blackjack": ("stick", "hit"),
 }
+_ENDS_AT_THE_GOAL = ("CliffWalking", "Taxi")
+"""Every step costs: the total of the best play may be negative, and to come to the end is to have succeeded."""
 _PLACES = ("red", "green", "yellow", "blue")
 
 
@@ -33,6 +35,9 @@ class GymnasiumConfig:
   """Further arguments of `gymnasium.make`: `{"is_slippery": False}`."""
   actions: tuple[str, ...] = ()
   """Names of the actions in the order of their numbers; empty: those of the toy-text environments above."""
+  success_total: float | None = None
+  """Sum of rewards from which an episode counts as a success; None: in CliffWalking and Taxi, that the goal is reached,
+  elsewhere a sum above 0."""
   describe: Callable[[Any, Any], str] | None = None
   """`(environment, observation) -> text`; None: see `describe_observation`."""
   max_turns: int = 50
@@ -46,7 +51,8 @@ class GymnasiumConfig:
 class Gymnasium(TextGame):
   """An action is the name of one of the actions; anything else is answered by the list of them and costs a turn.
 
-  Task number i is the environment's seed i. Rewards are the environment's own, step by step.
+  Task number i is the environment's seed i. Rewards are the environment's own, step by step;
+  what counts as a success is `GymnasiumConfig.success_total`'s to say.
 
   Raises:
     ValueError: an environment without discrete actions, or without as many names as actions.
@@ -57,10 +63,10 @@ class Gymnasium(TextGame):
 
     super().__init__(max_turns=config.max_turns, template=config.template)
     self.config = config
-    self._name = config.env_id.rsplit("/", 1)[-1].split("-v")[0]
     text = "ansi" in gymnasium.spec(config.env_id).make(**config.settings).metadata.get("render_modes", ())
     self._env: Any = gymnasium.make(config.env_id, render_mode="ansi" if text else None, **config.settings)
-    self.actions = tuple(config.actions or _ACTIONS.get(self._name, ()))
+    self._family = _family(self._env)
+    self.actions = tuple(config.actions or _ACTIONS.get(self._family, ()))
     count = getattr(self._env.action_space, "n", None)
     if count is None or len(self.actions) != int(count):
       raise ValueError(
@@ -82,6 +88,11 @@ class Gymnasium(TextGame):
       truncated=bool(truncated and not terminated),
     )
 
+  def succeeded(self, total: float, finished: bool) -> bool:
+    if self.config.success_total is not None:
+      return total >= self.config.success_total
+    return finished if self._family in _ENDS_AT_THE_GOAL else total > 0
+
   def close(self) -> None:
     super().close()
     self._env.close()
@@ -90,13 +101,19 @@ class Gymnasium(TextGame):
     return (self.config.describe or describe_observation)(self._env, observation)
 
 
+def _family(env: Any) -> str:
+  """Which of the toy-text environments it is, whatever its id (FrozenLake8x8-v1, CliffWalkingSlippery-v1, ...)."""
+  name = type(env.unwrapped).__name__.lower()
+  return next((family for family in _ACTIONS if name.startswith(family.lower())), "")
+
+
 def describe_observation(env: Any, observation: Any) -> str:
   """Toy-text environments in words or as a map (`[F]` is where the player stands); others as rendered, or as `str`."""
-  name = type(env.unwrapped).__name__
-  if name == "BlackjackEnv":
+  family = _family(env)
+  if family == "Blackjack":
     total, dealer, ace = observation
     return f"Your sum is {total}, the dealer shows {dealer}, you have {'a' if ace else 'no'} usable ace."
-  if name == "TaxiEnv":
+  if family == "Taxi":
     row, column, passenger, goal = env.unwrapped.decode(observation)
     where = "in the taxi" if passenger == 4 else f"at {_PLACES[passenger]}"
     grid = re.sub(r"\x1b\[[0-9;]*m", "", env.render()).strip()

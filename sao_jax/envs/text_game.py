@@ -73,8 +73,8 @@ class Reply(NamedTuple):
 class TextGame(base.Environment, abc.ABC):
   """An environment whose actions are free text up to the template's `end`: counts turns, writes the template.
 
-  Out of turns, the episode is truncated with whatever it has earned. `info["success"]` is whether the episode's rewards
-  sum to more than 0, unless the game says otherwise. An action that was cut off before its `end` is played as it is.
+  Out of turns, the episode is truncated with whatever it has earned. `info["success"]` is what `succeeded` says, unless
+  the game's last reply says otherwise. An action that was cut off before its `end` is played as it is.
   """
 
   def __init__(self, *, max_turns: int, template: Template, system_prompt: str = ""):
@@ -95,6 +95,15 @@ class TextGame(base.Environment, abc.ABC):
   def play(self, text: str) -> Reply:
     """Plays one move."""
 
+  def succeeded(self, total: float, finished: bool) -> bool:
+    """Whether an episode counts as a success: here, whether its rewards sum to more than 0.
+
+    Args:
+      total: sum of the episode's rewards.
+      finished: whether the game came to its end, rather than the turns.
+    """
+    return total > 0
+
   def reset(self, task_index: int) -> str:
     if isinstance(task_index, bool) or not isinstance(task_index, int) or task_index < 0:
       raise ValueError(f"task_index must be an int >= 0; received {task_index!r}.")
@@ -114,7 +123,8 @@ class TextGame(base.Environment, abc.ABC):
     if not done:
       return base.Step(observation=self.template.reply(reply.text), reward=float(reply.reward), info=dict(reply.info))
     self._running = False
-    info = {"success": self._total > 0, "turns": self._turns, "last_text": reply.text, **reply.info}
+    success = self.succeeded(self._total, finished=reply.done and not reply.truncated)
+    info = {"success": success, "turns": self._turns, "last_text": reply.text, **reply.info}
     return base.Step(reward=float(reply.reward), done=True, truncated=truncated, info=info)
 
   def close(self) -> None:

@@ -57,10 +57,14 @@ class TextArena(TextGame):
     name = config.game.removesuffix("-raw") + "-raw"  # Without wrappers: new messages only, not the whole history.
     if name not in textarena.envs.registration.ENV_REGISTRY:
       raise ValueError(f"game must be one of TextArena's; received {config.game!r}.")
-    self._env: Any = textarena.make(name, **config.settings)
+    self._make: Callable[[], Any] = lambda: textarena.make(name, **config.settings)
+    self._env = self._with_own_random(self._make, seed=0)
+    # Some games (RushHour) draw their problem as they are made, not as they are reset.
+    self._draws_when_made = self._random_state != random.Random(0).getstate()
 
   def start(self, task_index: int) -> str:
-    self._random_state = None
+    if self._draws_when_made:
+      self._env = self._with_own_random(self._make, seed=task_index)
     try:
       self._with_own_random(lambda: self._env.reset(num_players=1, seed=task_index), seed=task_index)
     except AssertionError as error:
@@ -78,8 +82,14 @@ class TextArena(TextGame):
 
   def _messages(self) -> str:
     """What the game has said since it was last asked; the player's own moves are left out: they are in the context."""
+    from textarena import ObservationType
+
     player, messages = self._env.get_observation()
-    return "\n".join(message for speaker, message, _ in messages if speaker != player)
+    own = (player, ObservationType.PLAYER_ACTION)
+    # Some games confuse arguments: moves without their player (TowerOfHanoi), or as numbers (Countdown, Cryptarithm).
+    return "\n".join(
+      text for speaker, text, kind in messages if speaker not in own and kind not in own and isinstance(text, str)
+    )
 
   def _with_own_random(self, call: Callable[[], _T], *, seed: int | None = None) -> _T:
     with self._lock:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-pytest.importorskip("gymnasium", reason="needs the extra 'envs'")
-
+from sao_jax.envs.base import Step
 from sao_jax.envs.gymnasium_env import Gymnasium, GymnasiumConfig
+
+gymnasium = pytest.importorskip("gymnasium", reason="needs the extra 'envs'")
 
 
 def test_frozen_lake_is_won_by_the_known_path() -> None:
@@ -39,6 +42,39 @@ def test_other_toy_texts_describe_themselves() -> None:
   assert jack.reset(3) == jack.reset(3) and "Your sum is" in jack.reset(3)
   step = jack.step("stick<|end|>")
   assert step.done and step.reward in (-1.0, 0.0, 1.0)
+
+
+def test_every_toy_text_environment_has_its_actions() -> None:
+  ids = [name for name, spec in gymnasium.registry.items() if "toy_text" in str(spec.entry_point)]
+  assert {"FrozenLake8x8-v1", "CliffWalkingSlippery-v1", "Taxi-v4", "Blackjack-v1"} <= set(ids)
+  for env_id in ids:
+    env = Gymnasium(GymnasiumConfig(env_id=env_id))
+    assert f"Actions: {', '.join(env.actions)}." in env.reset(1)
+    assert "the actions are" not in env.step(f"{env.actions[0]}<|end|>").observation
+    env.close()
+
+
+def play(env_id: str, moves: list[str], **config: Any) -> Step:
+  """The last step of an episode of these moves."""
+  env = Gymnasium(GymnasiumConfig(env_id=env_id, **config))
+  env.reset(0)
+  steps = [env.step(f"{move}<|end|>") for move in moves]
+  env.close()
+  assert all(not step.done for step in steps[:-1]) and steps[-1].done
+  return steps[-1]
+
+
+def test_the_goal_of_the_cliff_is_a_success_though_its_rewards_are_negative() -> None:
+  best = ["up", *["right"] * 11, "down"]
+  assert play("CliffWalking-v1", best).info["success"]
+  assert not play("CliffWalking-v1", ["up"] * 5, max_turns=5).info["success"]
+  assert play("CliffWalking-v1", best, success_total=-13).info["success"]
+  assert not play("CliffWalking-v1", ["left", *best], success_total=-13).info["success"]
+
+
+def test_a_sum_of_rewards_counts_also_when_the_turns_run_out() -> None:
+  last = play("CartPole-v1", ["left", "right"] * 5, actions=("left", "right"), max_turns=10, success_total=10)
+  assert last.truncated and last.info["success"]
 
 
 def test_an_unknown_action_costs_a_turn_and_the_last_turn_truncates() -> None:

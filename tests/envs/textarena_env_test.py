@@ -82,6 +82,37 @@ def test_games_depend_on_their_seed_and_moves_only() -> None:
   assert results == [expected] * 3
 
 
+def test_a_game_that_is_drawn_when_it_is_made_is_that_of_its_seed() -> None:
+  drawn = textarena_factory(TextArenaConfig(game="Countdown-v0", settings={"numbers": None, "target": None}))
+  first, second = drawn(), drawn()
+  outside = random.getstate()
+  prompts = [env.reset(seed) for env, seed in ((first, 3), (second, 4), (second, 3), (first, 4))]
+  assert prompts[0] == prompts[2] != prompts[1] == prompts[3]
+  assert random.getstate() == outside
+
+
+def test_a_move_is_not_said_back_by_games_that_log_it_wrongly() -> None:
+  for game, move, reply in (
+    ("Countdown-v0", "[0 1 +]", "Move history"), ("Cryptarithm-v0", "[S 9]", "Assigned: 1/8"),
+    ("TowerOfHanoi-v0", "[A B]", "You moved disk 1 from A to B."),
+  ):  # fmt: skip
+    env = make(game)
+    env.reset(0)
+    step = env.step(f"{move}<|end|>")
+    assert reply in step.observation and move not in step.observation and "<|output|>0" not in step.observation
+
+
+def test_countdown_is_won_by_a_way_to_its_target() -> None:
+  env = TextArena(
+    TextArenaConfig(game="Countdown-v0", settings={"numbers": [2, 3, 5], "target": 25}), lock=threading.Lock()
+  )
+  assert "TARGET: 25" in env.reset(0)
+  step = env.step("[0 1 +]<|end|>")  # The sum goes to the end: 5, 5.
+  assert not step.done and "[0 1 +]" not in step.observation and "Available numbers" in step.observation
+  step = env.step("[0 1 *]<|end|>")
+  assert step.done and step.reward == 1.0 and step.info["success"]
+
+
 def test_other_games_are_refused() -> None:
   with pytest.raises(ValueError, match="game must be one of TextArena's; received 'Nonsense-v0'"):
     make("Nonsense-v0")
