@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from sao_jax import config as config_lib
@@ -90,10 +91,14 @@ def _imitate(
       bar.advance(start)
     batches = _demonstrations(parts, rng)
     coming = ahead.submit(next, batches)
+    before = None
     for i in range(start + 1, settings.num_steps + 1):
       batch, packed = pack_batch(learner, coming.result()[0])
       coming = ahead.submit(next, batches)
       state, report = step(state, batch, np.int32(packed.num_microbatches))
+      # One step ahead of the device and no more: a signal must not find a long queue of steps before it.
+      jax.block_until_ready(before)
+      before = report["loss"]
       # The loss is fetched now and then only: fetching waits for the device.
       note = f"loss {float(report['loss']):.3f}" if i % settings.log_every == 0 else None
       bar.advance(note=note)
