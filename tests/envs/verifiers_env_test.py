@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 from sao_jax.envs.verifiers_env import VerifiersConfig, VerifiersTask, verifiers_factory
 
 vf = pytest.importorskip("verifiers.v1", reason="needs the extra 'envs'")
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
 class Data(vf.TaskData):
@@ -36,6 +40,35 @@ class NeedsRuntime(Echo):
 
 class NeedsSetup(Echo):
   async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+    raise AssertionError("never called")
+
+
+class Gated(Echo):
+  @vf.stop
+  async def refuse(self, response: vf.Response) -> bool:
+    raise AssertionError("never called")
+
+
+class Judged(vf.Task[Data, vf.State, vf.TaskConfig]):
+  """Its rewards read how the episode went, its stop is for tasks of more turns."""
+
+  @vf.stop
+  async def enough(self, trace: vf.Trace) -> bool:
+    return trace.num_turns >= 1
+
+  @vf.reward
+  async def scores(self, trace: vf.Trace, runtime: vf.Runtime | None = None) -> dict[str, float]:
+    assert runtime is None and trace.is_completed and trace.stop_condition == "agent_completed"
+    await asyncio.sleep(0)
+    return {"whole": 0.5 * (not trace.is_truncated), "turns": 0.5 * (trace.num_turns == 1)}
+
+
+class Shared(vf.Taskset[Echo, vf.TasksetConfig]):
+  @classmethod
+  def toolsets(cls, config: vf.TasksetConfig) -> list[Any]:
+    return [object()]
+
+  def load(self) -> Iterator[Echo]:
     raise AssertionError("never called")
 
 
@@ -68,7 +101,9 @@ def test_prompts_and_rewards_are_the_packages_own() -> None:
   [
     (lambda: NeedsRuntime(Data(prompt="x", target="x")), "a runtime to score it"),
     (lambda: NeedsSetup(Data(prompt="x", target="x")), "a runtime to set it up"),
+    (lambda: Gated(Data(prompt="x", target="x")), "hooks on requests and responses"),
     (lambda: Echo(Data(prompt=None, target="x")), "a user simulator"),
+    (lambda: Echo(Data(prompt=[vf.UserMessage(content=[IMAGE])], target="x")), "images"),
     (lambda: Echo(Data(prompt=[vf.AssistantMessage(content="x")], target="x")), "a chat of several speakers"),
   ],
 )
@@ -77,8 +112,38 @@ def test_other_kinds_of_tasks_are_refused(task: Any, message: str) -> None:
     VerifiersTask(VerifiersConfig(), [task()]).reset(0)
 
 
+def test_an_answer_that_was_cut_off_is_a_truncated_trace() -> None:
+  env = VerifiersTask(VerifiersConfig(), [Judged(Data(prompt="x", target="x"))])
+  for action, reward in (("y<|end|>", 1.0), ("y", 0.5)):
+    env.reset(0)
+    assert env.step(action).reward == reward
+
+
+def test_scoring_where_a_loop_is_running_already() -> None:
+  async def notebook() -> float:
+    env = VerifiersTask(VerifiersConfig(), [Judged(Data(prompt="x", target="x"))])
+    env.reset(0)
+    return env.step("y<|end|>").reward
+
+  assert asyncio.run(notebook()) == 1.0
+
+
+def test_a_reward_that_raises_is_an_error_of_the_episode() -> None:
+  class Broken(Echo):
+    @vf.reward
+    async def broken(self, trace: vf.Trace) -> float:
+      raise KeyError("no such field")
+
+  env = VerifiersTask(VerifiersConfig(), [Broken(Data(prompt="x", target="x"))])
+  env.reset(0)
+  with pytest.raises(vf.TaskError, match="no such field"):
+    env.step("y<|end|>")
+
+
 def test_bad_input_is_refused() -> None:
   with pytest.raises(ValueError, match="tasks must not be empty"):
     VerifiersTask(VerifiersConfig(), [])
+  with pytest.raises(ValueError, match="those of Shared share tool servers"):
+    verifiers_factory(VerifiersConfig(), Shared(vf.TasksetConfig(id="shared")))
   with pytest.raises(ValueError, match="num_tasks must be at least 1"):
     VerifiersConfig(num_tasks=0)
