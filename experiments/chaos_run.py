@@ -28,12 +28,11 @@ from sao_jax.io.console import Console
 from sao_jax.learner import OptimizerConfig, learner_config
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig, sources
-from sao_jax.rollout.weights import WeightStore
 from sao_jax.types import Trajectory
 
 LEDGER = "ledger.jsonl"
 WINDOWS: Mapping[str, Sequence[tuple[Any, str]]] = {
-  "publication": ((WeightStore, "publish"), (sources, "_owned_copy")),  # async; sync and lagged
+  "publication": ((sources.AsyncSource, "publish"), (sources.LaggedSource, "publish")),
   "checkpoint": ((Checkpointer, "_write"),),
 }
 """What a kill may fall into: the functions that do it."""
