@@ -44,11 +44,14 @@ def cached_on_mesh(
     return hold(policy.init_cache(num_slots, max_len))
 
   def extend(params: Params, cache: Cache, *args: Any, live_len: int) -> tuple[jax.Array, Cache]:
-    hidden, cache = policy.extend(params, cache, *args, live_len=_live(cache, live_len))
+    hidden, cache = policy.extend(params, cache, *args, live_len=_time(cache) if whole_time else live_len)
     return hidden, hold(cache)
 
   def window(cache: Cache, positions: jax.Array, *, steps: int, live_len: int) -> Window:
-    return hold(policy.window(cache, positions, steps=steps, live_len=_live(cache, live_len)))
+    if whole_time:
+      # With room for all steps behind a full slot, in shards of one length.
+      live_len = -(-(_time(cache) + steps) // mesh.shape["context"]) * mesh.shape["context"]
+    return hold(policy.window(cache, positions, steps=steps, live_len=live_len))
 
   def step(prepared: Params, window: Window, tokens: jax.Array, i: jax.Array) -> tuple[jax.Array, Window]:
     hidden, window = policy.step(prepared, window, tokens, i)
@@ -56,9 +59,6 @@ def cached_on_mesh(
 
   def merge(cache: Cache, window: Window, count: jax.Array) -> Cache:
     return hold(policy.merge(cache, window, count))
-
-  def _live(cache: Cache, live_len: int) -> int:
-    return _time(cache) if whole_time else live_len
 
   slots = PartitionSpec(tuple(axis for axis in ROWS if mesh.shape[axis] > 1) or None)
   return CachedPolicy(

@@ -67,12 +67,12 @@ def make_config(mesh: str, schedule: Any, steps: int) -> RunConfig:
       pretraining_trajectories=0 if asynchronous else 16, pretraining_epochs=1, pretraining_optimizer=OPTIMIZER
     ),
     learner=learner_config(
-      "sao", eps_low=0.3, eps_high=5.0, policy_optimizer=OPTIMIZER, critic_optimizer=OPTIMIZER, row_length=48,
+      "sao", eps_low=0.3, eps_high=5.0, policy_optimizer=OPTIMIZER, critic_optimizer=OPTIMIZER, row_length=32,
       rows_per_microbatch=8, logprob_chunk_size=64,
     ),
     engine=EngineConfig(
-      num_slots=8, max_len=48, max_action_tokens=6, max_turns=4, chunk_steps=4, prefill_rows=(8,), prefill_tokens=(4,),
-      env_workers=threads, live_buckets=(48,), env_timeout_s=60.0 if threads else None,
+      num_slots=8, max_len=32, max_action_tokens=6, max_turns=4, chunk_steps=4, prefill_rows=(8,), prefill_tokens=(4,),
+      env_workers=threads, live_buckets=(16, 32), env_timeout_s=60.0 if threads else None,
     ),
     checkpoint=CheckpointConfig(every_steps=100),
   )  # fmt: skip
