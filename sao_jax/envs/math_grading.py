@@ -7,45 +7,15 @@ done in a process that can be killed: no expression, however nasty, holds a thre
 from __future__ import annotations
 
 import contextlib
-import logging
-import multiprocessing
-import resource
+import json
+import pathlib
+import subprocess
+import sys
 import threading
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator
 from typing import Any
 
-_MEMORY_BYTES = 1 << 30
-
-
-def _serve(connection: Connection) -> None:
-  """The grading process: `(gold, answer)` in, `bool` out, until the other end closes."""
-  import math_verify  # noqa: F401 (before the memory is limited)
-
-  logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns that its timeouts are off: they are meant to be.
-  _limit_memory()
-  with contextlib.suppress(EOFError, OSError):  # The grader was closed, or died.
-    while True:
-      gold, answer = connection.recv()
-      connection.send(_equal(gold, answer))
-
-
-def _equal(gold: str, answer: str) -> bool:
-  import math_verify
-
-  try:
-    parsed = [math_verify.parse(text, parsing_timeout=None) for text in (gold, answer)]
-    return all(parsed) and bool(math_verify.verify(*parsed, timeout_seconds=None))
-  except Exception as error:  # noqa: BLE001 (out of memory, too deep, or a fault of the parser: it cannot be read)
-    logging.getLogger(__name__).debug("an answer could not be read: %r", error)
-    return False
-
-
-def _limit_memory() -> None:
-  """An answer like 10^(10^10) ends in a MemoryError, not in all of the machine's memory (where /proc tells its use)."""
-  with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
-    used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
+_WORKER = pathlib.Path(__file__).with_name("_math_worker.py")
 
 
 class MathGrader:
@@ -64,34 +34,33 @@ class MathGrader:
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
     self._lock = threading.Lock()
-    self._process: BaseProcess | None = None
-    self._connection: Connection | None = None
+    self._process: subprocess.Popen[str] | None = None
     self.timeouts = 0
     """Comparisons that took too long."""
 
   def is_equal(self, gold: str, answer: str) -> bool:
-    """Compares a reference answer with a given one; both may be LaTeX in `$...$`, `\\boxed{...}` or plain expressions.
+    """Compares a reference answer with a given one.
 
-    An answer that cannot be read is wrong. The order matters: the reference comes first.
+    Both may be a bare LaTeX expression, or text that holds one in `$...$` or `\\boxed{...}`; of a text without either,
+    the last number counts. An answer that cannot be read is wrong. The order matters: the reference comes first.
 
     Raises:
       RuntimeError: the grading process does not start (is math-verify installed?).
     """
+    line = json.dumps([gold, answer]) + "\n"
     with self._lock:
-      try:
-        connection = self._start()
-        connection.send((gold, answer))
-      except OSError:  # It was killed since the last call.
+      if self._process is not None and self._process.poll() is not None:  # It was killed since the last call.
         self._stop()
-        connection = self._start()
-        connection.send((gold, answer))
-      if connection.poll(self._timeout_s):
-        with contextlib.suppress(EOFError, OSError):  # It died of the expression.
-          return bool(connection.recv())
-      else:
-        self.timeouts += 1
-      self._stop()
-      return False
+      process = self._process or self._start()
+      reply = ""
+      try:
+        with _killed_after(process, self._timeout_s) as expired:
+          reply = _exchange(process, line)
+        self.timeouts += expired.is_set() and not reply
+      finally:
+        if not reply:  # It died of the expression or of the time it took; or an interrupt left a reply under way.
+          self._stop()
+      return reply == "true\n"
 
   def close(self) -> None:
     """Ends the process."""
@@ -104,27 +73,63 @@ class MathGrader:
   def __exit__(self, *_: Any) -> None:
     self.close()
 
-  def _start(self) -> Connection:
-    if self._connection is None:
-      context = multiprocessing.get_context("spawn")  # Forking a process that has threads is not safe.
-      self._connection, theirs = context.Pipe()
-      self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-      self._process.start()
-      theirs.close()
-      try:
-        self._connection.send(("1", "1"))
-        started = self._connection.poll(self._start_timeout_s) and self._connection.recv()
-      except (EOFError, OSError):
-        started = False
-      if not started:
+  def _start(self) -> subprocess.Popen[str]:
+    # A program of its own, not multiprocessing: that imports the caller's main module again, which a script without a
+    # guard and a notebook do not survive. -P: the modules that lie next to the program are not for it.
+    self._process = process = subprocess.Popen(
+      [sys.executable, "-P", str(_WORKER), str(2 * self._timeout_s + 10)],
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="ascii",
+    )  # fmt: skip
+    said = ""
+    try:
+      with _killed_after(process, self._start_timeout_s) as expired:
+        said = _exchange(process)
+    finally:
+      if said != "null\n":
         self._stop()
-        raise RuntimeError("the grading process did not start; it needs the package math-verify with its LaTeX parser.")
-    return self._connection
+    if said == "null\n":
+      return process
+    reason = f"it took more than {self._start_timeout_s:g} s" if expired.is_set() else "it ended"
+    reason = json.loads(said) if said else reason
+    raise RuntimeError(
+      f"the grading process did not start ({reason}); it needs the package math-verify with its LaTeX parser."
+    )
 
   def _stop(self) -> None:
     if self._process is not None:
       self._process.kill()
-      self._process.join()
-    if self._connection is not None:
-      self._connection.close()
-    self._process = self._connection = None
+      self._process.wait()
+      for pipe in (self._process.stdin, self._process.stdout):
+        if pipe is not None:
+          with contextlib.suppress(BrokenPipeError):  # What it was never able to read.
+            pipe.close()
+    self._process = None
+
+
+def _exchange(process: subprocess.Popen[str], line: str = "") -> str:
+  """Says a line, if any, and returns the process's next one; empty when the process has ended."""
+  assert process.stdin is not None and process.stdout is not None
+  try:
+    process.stdin.write(line)
+    process.stdin.flush()
+    return process.stdout.readline()
+  except BrokenPipeError:
+    return ""
+
+
+@contextlib.contextmanager
+def _killed_after(process: subprocess.Popen[str], seconds: float) -> Iterator[threading.Event]:
+  """Kills the process, which ends every wait for it, when the block takes longer; the event tells whether it did."""
+  expired = threading.Event()
+
+  def expire() -> None:
+    expired.set()
+    process.kill()
+
+  timer = threading.Timer(seconds, expire)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield expired
+  finally:
+    timer.cancel()

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from sao_jax.envs import math_grading
 from sao_jax.envs.math_grading import MathGrader
 
 pytest.importorskip("math_verify", reason="needs the extra 'envs'")
@@ -82,6 +88,30 @@ def test_sets_intervals_matrices_and_units(grader: MathGrader, gold: str, answer
 
 
 @pytest.mark.parametrize(
+  ("gold", "answer", "equal"),
+  [
+    # As data sets write their references: without dollar signs.
+    ("3\\sqrt{13}", "$3\\sqrt{13}$", True),
+    ("3\\sqrt{13}", "3", False),
+    ("2k+2", "2", False),
+    ("p - q", "\\boxed{p-q}", True),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\frac{\\pi}{2})", True),
+    ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}", True),
+    ("5", "6 - 5i", False),
+    ("$(1,2)$", "(1, 2)", True),
+    ("1,2", "$1,2$", True),
+    ("1,000", "1000", True),
+    ("50%", "$50\\%$", True),
+    ("5", "5 cm", True),
+    ("12", "It is 12.", True),
+    ("4", "so 2+2=4", True),
+  ],
+)
+def test_bare_expressions_count_as_a_whole(grader: MathGrader, gold: str, answer: str, equal: bool) -> None:
+  assert grader.is_equal(gold, answer) == equal
+
+
+@pytest.mark.parametrize(
   "answer",
   [
     "$10^{10^{10}}$", "$(((10)^{100})!)!$", "$" + "(" * 5000 + "1" + ")" * 5000 + "$", "\ud800\0", "9" * 100_000,
@@ -102,5 +132,58 @@ def test_a_killed_process_is_started_again(grader: MathGrader) -> None:
   assert grader.is_equal("1", "1.0")
   assert grader._process is not None
   grader._process.kill()
-  grader._process.join()
+  grader._process.wait()
   assert grader.is_equal("1", "1.0") and not grader.is_equal("1", "2")
+
+
+def test_a_stopped_process_is_a_timeout() -> None:
+  with MathGrader(timeout_s=30.0, start_timeout_s=300.0) as grader:
+    assert grader.is_equal("1", "1.0") and grader._process is not None
+    os.kill(grader._process.pid, signal.SIGSTOP)
+    grader._timeout_s = 0.2
+    assert not grader.is_equal("1", "x" * 1_000_000) and grader.timeouts == 1
+
+
+def test_an_interrupted_comparison_leaves_no_reply_for_the_next_one(
+  grader: MathGrader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  assert grader.is_equal("1", "1.0")
+
+  def interrupt(process: object, line: str = "") -> str:
+    exchange(process, line)  # type: ignore[arg-type]
+    raise KeyboardInterrupt
+
+  exchange = math_grading._exchange
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(math_grading, "_exchange", interrupt)
+    grader.is_equal("1", "1.0")
+  assert not grader.is_equal("1", "2") and grader.is_equal("1", "1.0")
+
+
+def test_a_script_without_a_guard(tmp_path: pathlib.Path) -> None:
+  script = tmp_path / "script.py"
+  # Files next to the script and next to the worker are not taken for the modules of the same names.
+  (tmp_path / "base.py").write_text("raise SystemExit('imported')")
+  script.write_text(
+    "from sao_jax.envs.math_grading import MathGrader\n"
+    "grader = MathGrader(timeout_s=60.0, start_timeout_s=300.0)\n"
+    "print(grader.is_equal('$\\\\frac12$', '0.5'), grader._process.pid)\n"
+  )
+  done = subprocess.run(
+    [sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False,
+    env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
+  )  # fmt: skip
+  answer, pid = done.stdout.split()
+  assert answer == "True", done.stderr
+  # The grader was not closed, but its process ends with the script.
+  deadline = time.monotonic() + 60
+  while pathlib.Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not pathlib.Path(f"/proc/{pid}").exists()
+
+
+def test_a_process_that_does_not_start_is_said_why(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  (tmp_path / "math_verify.py").write_text("raise ImportError('no LaTeX parser here')")
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+  with pytest.raises(RuntimeError, match=r"did not start \(no LaTeX parser here\); it needs the package math-verify"):
+    MathGrader(start_timeout_s=300.0).is_equal("1", "1")
