@@ -21,9 +21,7 @@ def read_version() -> str:
 
 HF = ["jinja2>=3.1", "tokenizers>=0.21"]
 SERVE = ["aiohttp>=3.10"]
-SERVE = ["aiohttp>=3.10"]
 TEST = [
-  *SERVE,
   *HF,
   *SERVE,
   "gguf>=0.10",
