@@ -161,6 +161,8 @@ class _Cluster:
     self.env.run(until=self.env.process(self._train(num_steps, warmup_steps)))
     self._integrate()
     seconds = self.env.now - self.measured_from
+    if not seconds:
+      raise ValueError("the simulation took no time: of the episodes and the trainer's steps some must.")
     return Result(
       steps_per_s=num_steps / seconds,
       trajectories_per_s=num_steps * self.config.batch_size / seconds,

@@ -68,7 +68,7 @@ def read_swe_bench(path: str | pathlib.Path) -> list[SweBenchInstance]:
       instance = SweBenchInstance.from_row(row)
       if instance.instance_id in instances:
         raise ValueError(f"instance_id {instance.instance_id!r} is there twice")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(f"{path}, {place}: {error}") from error
     instances[instance.instance_id] = instance
   return list(instances.values())
@@ -77,7 +77,11 @@ def read_swe_bench(path: str | pathlib.Path) -> list[SweBenchInstance]:
 def _rows(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
   text = path.read_text(encoding="utf-8-sig")
   if text.lstrip().startswith("["):
-    for number, row in enumerate(json.loads(text)):
+    try:
+      rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+      raise ValueError(f"{path}: the list is not valid JSON: {error}") from error
+    for number, row in enumerate(rows):
       yield f"entry {number}", row
     return
   # Not splitlines: a JSON string may hold other line separators as they are.

@@ -83,7 +83,8 @@ def test_bad_rows_are_named(tmp_path: pathlib.Path, change: dict[str, object], m
   ("content", "message"),
   [
     ("[1]", "entry 0: a row must be an object; received int"), ('"a"', "line 1: a row must be an object"),
-    ("{", "line 1"),
+    ("{", "line 1"), ("[{]", "rows: the list is not valid JSON"), ("[" * 100_000, "rows: the list is not valid JSON"),
+    ('{"a":' * 100_000, "rows, line 1: "),
     (json.dumps(ROW) + "\n" + json.dumps(ROW), "line 2: instance_id 'astropy__astropy-12907' is there twice"),
   ],
 )

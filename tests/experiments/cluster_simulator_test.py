@@ -175,3 +175,12 @@ def test_full_queue_holds_finished_episodes_in_their_slots():
 def test_capacity_below_a_batch_is_refused():
   with pytest.raises(ValueError, match="capacity must be >= batch_size = 8; received 7"):
     make(capacity=7)
+
+
+def test_a_simulation_that_takes_no_time_is_refused():
+  class Nothing:
+    def draw(self, rng: np.random.Generator) -> workload.Episode:
+      return workload.Episode(tokens=1, turns=1, tool_s=0.0)
+
+  with pytest.raises(ValueError, match="took no time"):
+    simulator.simulate(make(token_s=0.0, turn_s=0.0, train_s=0.0, transfer_s=0.0), Nothing(), num_steps=2)
