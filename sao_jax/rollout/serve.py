@@ -1,5 +1,7 @@
 """Serves a checkpoint over HTTP: `python -m sao_jax.rollout.serve --checkpoint=DIR`. See `server.py` for the protocol.
 
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "1 + 1 =", "max_tokens": 8}'
+
 The one module of this room that knows models and tokenizers: it is a command, and wires them to the engine as `loop.py`
 does.
 """
@@ -37,7 +39,8 @@ def stop_ids_of(checkpoint: pathlib.Path) -> tuple[int, ...]:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
   """The command line."""
-  parser = argparse.ArgumentParser(prog="python -m sao_jax.rollout.serve", description=__doc__)
+  description = "Serves a Hugging Face checkpoint over HTTP, speaking the protocols of vLLM and SGLang."
+  parser = argparse.ArgumentParser(prog="python -m sao_jax.rollout.serve", description=description)
   add = parser.add_argument
   add("--checkpoint", type=pathlib.Path, required=True, help="Hugging Face directory to serve.")
   add("--host", default=ServerConfig.host, help="Address to bind to. There is no authentication.")
@@ -82,17 +85,16 @@ async def serve(server: CompletionServer) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Loads the checkpoint and serves it."""
+  """Loads the checkpoint and serves it; what is wrong with the arguments ends it with one line."""
   logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
   arguments = parse_arguments(argv)
-  config, params = models.load_hf(arguments.checkpoint)
-  stop_ids = stop_ids_of(arguments.checkpoint)
-  if arguments.stop_ids is not None:
-    stop_ids = tuple(int(i) for i in arguments.stop_ids.split(","))
-  if not stop_ids or not all(0 <= i < config.vocab_size for i in stop_ids):
-    raise SystemExit(f"--stop_ids must be ids below {config.vocab_size}, comma-separated; received {stop_ids}.")
-  has_tokenizer = (arguments.checkpoint / "tokenizer.json").exists()
-  tokenizer = HFTokenizer.load(arguments.checkpoint) if has_tokenizer else None  # needs the extra `hf`
+  try:
+    _run(arguments)
+  except (OSError, ValueError) as error:
+    raise SystemExit(f"{type(error).__name__}: {error}") from error
+
+
+def _run(arguments: argparse.Namespace) -> None:
   engine = EngineConfig(
     num_slots=arguments.num_slots, max_len=arguments.max_len, max_action_tokens=arguments.max_len,
     chunk_steps=arguments.chunk_steps, temperature=arguments.temperature, prefill_tokens=(32, 128, 512),
@@ -101,6 +103,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     host=arguments.host, port=arguments.port, weights_root=arguments.weights_root,
     max_body_bytes=arguments.max_body_bytes, max_requests=arguments.max_requests,
   )
+  config, params = models.load_hf(arguments.checkpoint)
+  stop_ids = stop_ids_of(arguments.checkpoint)
+  if arguments.stop_ids is not None:
+    words = arguments.stop_ids.split(",")
+    stop_ids = tuple(int(word) if word.strip().isdecimal() else -1 for word in words)
+  if not stop_ids or not all(0 <= i < config.vocab_size for i in stop_ids):
+    received = stop_ids if arguments.stop_ids is None else arguments.stop_ids
+    raise ValueError(f"--stop_ids must be ids below {config.vocab_size}, comma-separated; received {received}.")
+  has_tokenizer = (arguments.checkpoint / "tokenizer.json").exists()
+  tokenizer = HFTokenizer.load(arguments.checkpoint) if has_tokenizer else None  # needs the extra `hf`
   with Completions(
     model=models.cached_policy(config), params=params, label=arguments.weight_version, vocab_size=config.vocab_size,
     stop_ids=stop_ids, config=engine, seed=arguments.seed,

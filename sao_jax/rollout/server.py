@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.01
 _CHECK_S = 0.5
+_SHUTDOWN_S = 10.0
 _OPENAI_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "n": (1,), "best_of": (1,), "echo": (False,), "stream": (False,), "suffix": (), "stop": ([],), "logit_bias": (),
   "top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0),
@@ -128,8 +129,9 @@ class CompletionServer:
   async def running(self) -> AsyncIterator[tuple[str, int]]:
     """Serves inside the block; gives the host and port bound to."""
     runner = web.AppRunner(
-      self.application(), handler_cancellation=True, access_log=None, max_line_size=8190, max_field_size=8190
-    )
+      self.application(), handler_cancellation=True, access_log=None, max_line_size=8190, max_field_size=8190,
+      shutdown_timeout=_SHUTDOWN_S,
+    )  # fmt: skip
     await runner.setup()
     try:
       await web.TCPSite(runner, self._config.host, self._config.port).start()
@@ -137,6 +139,7 @@ class CompletionServer:
         _log.warning("bound to %s, without authentication: whoever reaches it may use it", self._config.host)
       yield runner.addresses[0][:2]
     finally:
+      self._completions.abort_all()  # or it would wait for all that is being written
       await runner.cleanup()
 
   async def until_broken(self) -> None:

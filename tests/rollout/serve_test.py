@@ -242,6 +242,18 @@ def test_a_pause_that_comes_during_an_update_holds(tmp_path):
     assert not busy.paused
 
 
+def test_the_end_does_not_wait_for_what_is_being_written():
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with serving(params=ENDLESS) as url:
+      assert call(f"{url}/pause", {})[0] == 200
+      held = pool.submit(sglang, url, max_new_tokens=250)  # paused: it would never end
+      assert not concurrent.futures.wait([held], timeout=1.0).done  # it has arrived meanwhile
+      began = time.monotonic()
+    assert time.monotonic() - began < 9.0
+    status, answer = held.result(30)
+  assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
+
+
 REFUSED = {
   "no_prompt": ("/v1/completions", {}, 400, "prompt is required"),
   "empty_prompt": ("/generate", {"input_ids": []}, 400, "1 to 255 tokens; received 0"),
@@ -395,6 +407,12 @@ def test_the_command_serves_a_checkpoint(tmp_path):
   common = [f"--checkpoint={tmp_path / 'checkpoint'}", "--port=0", "--num_slots=2", "--max_len=64"]
   with pytest.raises(SystemExit, match=r"--stop_ids must be ids below 40, comma-separated; received \(\)"):
     serve.main(common)
+  for wrong, message in (
+    ("--stop_ids=7,x", "comma-separated; received 7,x"), ("--temperature=0", "temperature must be finite and > 0"),
+    ("--checkpoint=/nowhere", "FileNotFoundError.*nowhere"), ("--port=-1", "port must be in"),
+  ):  # fmt: skip
+    with pytest.raises(SystemExit, match=message):
+      serve.main([*common, "--stop_ids=7", wrong])
   server = Process(*common, "--stop_ids=7", f"--weights_root={tmp_path / 'weights'}", log=tmp_path / "log")
   try:
     assert urllib.parse.urlsplit(server.url).hostname == "127.0.0.1"
