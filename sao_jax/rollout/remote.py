@@ -93,7 +93,7 @@ class RemoteEngine:
     """Their threads close them, when they return."""
     self._loop = _LoopThread()
     self._client = ServerClient(remote, SGLang() if remote.protocol == "sglang" else VLLM(), self._sampling)
-    self._published: Params = None
+    self._published: tuple[Params, int] | None = None
     self._folders: collections.deque[pathlib.Path] = collections.deque()
     self._calls = collections.Counter[int]()
     self._driving = threading.Lock()
@@ -213,7 +213,7 @@ class RemoteEngine:
 
   def _publish_if_new(self, params: Params, version: int, *, stop: threading.Event | None) -> None:
     """Writes weights that the server does not have, and waits until it has them."""
-    if params is self._published:
+    if self._published is not None and params is self._published[0] and version == self._published[1]:
       return
     self._counts["weight_updates"] += self._published is not None
     folder = self._folder / f"version-{version}-{time.time_ns()}"
@@ -222,7 +222,7 @@ class RemoteEngine:
     self._loop.call(self._client.publish(folder, version), stop=stop)
     if stop is not None and stop.is_set():
       return  # it may not have been waited for
-    self._published = params
+    self._published = params, version
     while len(self._folders) > _KEPT_VERSIONS:
       shutil.rmtree(self._folders.popleft())
 

@@ -58,7 +58,8 @@ class ServerClient:
     self._versions: dict[str, int] = {}
     self._published: tuple[pathlib.Path, str] | None = None
     self._updating = asyncio.Lock()
-    self._open = asyncio.Event()
+    self._open = False
+    """Whether the server has the published weights, as far as is known."""
     self._pauses = 0
     self._failing = False
     self.counts = collections.Counter[str]()
@@ -72,7 +73,7 @@ class ServerClient:
     """
     call = self._protocol.generate(prompt, max_tokens=max_tokens, seed=seed, sampling=self._sampling)
     for attempt in range(self._config.max_attempts):
-      await self._open.wait()
+      await self._have_weights_there()
       label, pauses = self._current(), self._pauses
       try:
         answer = await self._post(call)
@@ -108,19 +109,26 @@ class ServerClient:
     if self._session is not None:
       await self._session.close()
 
+  async def _have_weights_there(self) -> None:
+    """Waits while weights change; an update that was given up (cancelled, or out of attempts) is begun again."""
+    if not self._open:
+      async with self._updating:
+        if not self._open and self._published is not None:
+          await self._update(*self._published)
+
   def _current(self) -> str:
     assert self._published is not None  # or requests would not be let through
     return self._published[1]
 
   async def _update(self, directory: pathlib.Path, label: str) -> None:
     """Pauses, loads, goes on, as often as it takes; requests wait meanwhile. The caller holds `_updating`."""
-    self._open.clear()
+    self._open = False
     for attempt in range(self._config.max_attempts):
       self._pauses += 1
       try:
         for call in self._protocol.update(directory, label):
           await self._post(call)
-        self._open.set()
+        self._open = True
         return
       except _TryAgainError as error:
         failure = error
@@ -185,9 +193,12 @@ class ServerClient:
     what = f"{method} {path}"
     try:
       async with self._session.request(method, self._url + path, json=body) as response:
-        if response.content_length is not None and response.content_length > _MAX_ANSWER_BYTES:
-          raise BadResponseError(f"{what}: an answer of {response.content_length} bytes.")
-        data = await response.read()
+        data = bytearray()
+        async for part in response.content.iter_any():
+          data += part
+          if len(data) > _MAX_ANSWER_BYTES:
+            kind = BadResponseError if path in _GENERATE_PATHS else ServerError
+            raise kind(f"{what}: an answer of more than {_MAX_ANSWER_BYTES} bytes.")
     except TimeoutError as error:
       raise _TryAgainError(f"{what}: no answer within {self._config.request_timeout_s} s.") from error
     except aiohttp.ClientError as error:

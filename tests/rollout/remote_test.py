@@ -382,6 +382,82 @@ def test_what_may_pass_is_tried_again_then_the_run_ends(root, case):
       list(engine.generate(fixed, requests(3)))
 
 
+class Forgetful(FakeServer):
+  """Loses its weights, and refuses new ones, while `ill`; counts requests that it refuses."""
+
+  ill, refused = False, 0
+
+  def serve(self, handler, body):
+    if self.ill:
+      self._label = "default"
+      if handler.path == "/update_weights_from_disk":
+        self.refused += 1
+        handler.path = "/refused"
+        return handler.send_error(503)
+    return super().serve(handler, body)
+
+
+def test_after_an_update_that_failed_the_next_call_goes_on(root):
+  respond = lambda count, body, label: (200, good_sglang(body, label))  # noqa: E731
+  with Forgetful(respond) as fake, remote(fake.url, root, attempts=3, num_slots=2) as engine:
+    assert len(list(engine.generate(fixed, requests(3)))) == 3
+    fake.ill = True
+    with pytest.raises(ServerError, match="update_weights_from_disk: status 503"):
+      list(engine.generate(fixed, requests(3)))
+    fake.ill = False
+    assert len(list(engine.generate(fixed, requests(3)))) == 3
+
+
+def test_a_run_that_is_stopped_during_an_update_does_not_hold_up_the_next_call(root):
+  respond = lambda count, body, label: (200, good_sglang(body, label))  # noqa: E731
+  with Forgetful(respond) as fake, remote(fake.url, root, attempts=1000, num_slots=2) as engine:
+    store, numbers = WeightStore(), itertools.count()
+    store.publish(PARAMS[0], 0)
+    thread = EngineThread(
+      engine, weights=store, next_request=lambda: requests(1, next(numbers))[0],
+      emit=lambda _: setattr(fake, "ill", True),
+    )  # fmt: skip
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not fake.refused and time.monotonic() < deadline:
+      time.sleep(0.01)
+    thread.stop()
+    assert fake.refused
+    fake.ill = False
+    assert len(list(engine.generate(store, requests(3)))) == 3
+
+
+@pytest.mark.parametrize("path", ["/generate", "/update_weights_from_disk"])
+def test_an_endless_answer_is_cut_off(root, path, monkeypatch):
+  monkeypatch.setattr(server_client, "_MAX_ANSWER_BYTES", 100_000)
+
+  class Endless(FakeServer):
+    def serve(self, handler, body):
+      if handler.path != path:
+        return super().serve(handler, body)
+      handler.send_response(200)
+      handler.send_header("Transfer-Encoding", "chunked")
+      handler.end_headers()
+      with contextlib.suppress(OSError):
+        while True:
+          handler.wfile.write(b"1000\r\n" + b" " * 4096 + b"\r\n")
+
+  error = TooManyFailuresError if path == "/generate" else ServerError
+  with (
+    Endless(None) as fake,
+    remote(fake.url, root, num_slots=1) as engine,
+    pytest.raises(error, match="more than 100000 bytes"),
+  ):
+    list(engine.generate(fixed, requests(200)))
+
+
+def test_the_same_weights_under_a_new_version(url, root):
+  with remote(url, root) as engine:
+    for version in (3, 4):
+      for x in engine.generate(lambda _, version=version: (PARAMS[0], version), requests(2)):
+        assert set(x.versions[x.action_mask]) == {version}
+
+
 def test_nobody_there(root):
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
