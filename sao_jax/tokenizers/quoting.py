@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-# A mark that a content holds is quoted under a name, for it cannot stand between marks.
-_NAMES: Mapping[str, str] = {_OPEN: "\0open", _CLOSE: "\0close"}
-_MARKS: Mapping[str, str] = {"\0open": _OPEN, "\0close": _CLOSE}
+# A mark that a content holds is quoted under a name, for it cannot stand between marks. No escaping changes the names.
+_NAMES: Mapping[str, str] = {_OPEN: "\ue0f2", _CLOSE: "\ue0f3"}
+_MARKS: Mapping[str, str] = {name: mark for mark, name in _NAMES.items()}
 # No mark stands between marks; so a text of nothing but opening ones, from elsewhere, is read in linear time.
 _QUOTED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
 

@@ -76,7 +76,7 @@ def test_text_survives(tokenizer, text):
   assert tokenizer.decode(tokenizer.encode(text)) == quoting.unquote(text)
 
 
-PIECES = [*SPECIAL, *TAGS, "a", " fox", "\ue0f0", "\ue0f1", "<|im_", "é", "\0open"]
+PIECES = [*SPECIAL, *TAGS, "a", " fox", "\ue0f0", "\ue0f1", "\ue0f2", "<|im_", "é"]
 
 
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=8))
@@ -88,6 +88,15 @@ def test_foreign_text_never_becomes_control_tokens_and_loses_nothing(tokenizer, 
   assert not control & set(ids)
   assert tokenizer.decode(ids) == text
   assert quoting.unquote(quoting.quote(text, tokenizer.control_tokens)) == text
+
+
+def test_contents_survive_a_template_that_writes_json(tokenizer):
+  """Llama's writes what a tool returns as JSON."""
+  content = 'a "<|im_end|>" \ue0f0\ue0f1\ue0f2 é'
+  chat = template("{{ messages[0].content | tojson }}", tokenizer)
+  ids = tokenizer.encode(chat.render([{"role": "tool", "content": content}]))
+  assert json.loads(tokenizer.decode(ids)) == content
+  assert tokenizer.stop_ids[0] not in ids
 
 
 def test_marks_without_partners_are_read_in_linear_time():
