@@ -80,7 +80,7 @@ class CachedPolicy(NamedTuple):
   """A policy as the rollout engine sees it: incremental, with a key/value cache of one row per slot."""
 
   init_cache: Callable[[int, int], Cache]
-  """`(num_slots, max_len) -> cache`."""
+  """`(num_slots, max_len) -> cache`: the leading axis of every leaf is the slot."""
 
   extend: Callable[..., tuple[jax.Array, Cache]]
   """`(params, cache, tokens [R, C], slots [R], start [R], count [R], *, live_len) -> (hidden [R, D], cache)`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,49 @@ def matmul_gflops(size: int = 1024, seconds: float = 0.3) -> float:
     jax.block_until_ready(multiply(a, a))
     best = min(best, time.perf_counter() - began)
   return 2.0 * size**3 / best / 1e9
+
+
+def bare_step_seconds(*, slots: int, lanes: int, length: int, attention: bool, seconds: float = 0.5) -> float:
+  """Best time of a decode step of nothing but its matmuls, and with `attention` also those with the cached keys and
+  values at `length`: no norms, rotation, softmax, cache writes or sampling. Every lane runs on a thread of its own.
+  """
+  config, rows, steps = MODEL, slots // lanes, 16
+  heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads
+  shapes = [
+    (config.hidden_size, heads + 2 * kv_heads * config.head_dim), (heads, config.hidden_size),
+    (config.hidden_size, config.intermediate_size), (config.hidden_size, config.intermediate_size),
+    (config.intermediate_size, config.hidden_size),
+  ]  # fmt: skip
+  kernels = [[jnp.zeros(shape) for shape in shapes] for _ in range(config.num_layers)]
+  lm_head = jnp.zeros((config.hidden_size, config.vocab_size))
+
+  def step(_: jax.Array, x: jax.Array, caches: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    for (qkv, out, gate, up, down), (key, value) in zip(kernels, caches, strict=True):
+      q = (x @ qkv)[:, :heads]
+      if attention:
+        grouped = q.reshape(rows, kv_heads, -1, config.head_dim)
+        q = jnp.einsum("skgt,sktd->skgd", jnp.einsum("skgd,skdt->skgt", grouped, key), value).reshape(rows, heads)
+      x = x + q @ out
+      x = x + (x @ gate * (x @ up)) @ down
+    return x + (x @ lm_head)[:, : config.hidden_size]
+
+  run = jax.jit(lambda x, caches: jax.lax.fori_loop(0, steps, lambda i, x: step(i, x, caches), x))
+  cache = (rows, kv_heads, config.head_dim, length)
+  lane_caches = [
+    [(jnp.zeros(cache), jnp.zeros((*cache[:2], length, config.head_dim))) for _ in kernels] for _ in range(lanes)
+  ]
+  x = jnp.zeros((rows, config.hidden_size))
+  best = float("inf")
+  with futures.ThreadPoolExecutor(lanes) as threads:
+    deadline = None
+    while deadline is None or time.perf_counter() < deadline:
+      began = time.perf_counter()
+      list(threads.map(lambda caches: jax.block_until_ready(run(x, caches)), lane_caches))
+      if deadline is None:  # compiled
+        deadline = time.perf_counter() + seconds
+      else:
+        best = min(best, time.perf_counter() - began)
+  return best / steps
 
 
 def num_lanes() -> int:

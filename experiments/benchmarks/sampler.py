@@ -5,7 +5,11 @@ float32), 32 slots, prompts of 32 tokens, 256 new tokens at temperature 1, log-p
 and, where google-tunix is installed, its `tunix.generate.sampler.Sampler` take turns in one process; the best of each
 is kept, as is the best rate of a large float32 matmul, so that what else the machine does falls on all alike.
 
-`share_of_limit` = tokens/s * FLOPs per token (projections, head, attention at the mean length) / the matmul rate.
+`share_of_limit` = tokens/s * FLOPs per token (projections, head, attention at the mean true length) / the rate of a
+square matmul that has all cores for itself. Two more shares say what a step of so few rows could reach at all, measured
+in the same process: `share_of_bare_matmuls` is that of steps of nothing but the model's matmuls, in as many lanes (a
+kernel is read for each few rows, so that memory and not multipliers sets the rate), and `share_of_bare_step` that of
+steps which also multiply with the cached keys and values (one FLOP per byte read).
 
 Predictions written down before anything was tuned (2 cores): Tunix 2,800 tokens/s, as measured before; the step of
 32 tokens costs 1.5 ms for its matmuls (32 rows reach about half of the limit), 0.5 ms for attention, 0.3 ms for
@@ -121,17 +125,26 @@ def run(*, slots: int, new_tokens: int, chunk_steps: int, lanes: int, repeats: i
       began = time.perf_counter()
       rates[name] = max(rates[name], generate(seed) / (time.perf_counter() - began))
   flops = decoding.flops_per_token(decoding.MODEL, decoding.PROMPT_TOKENS + new_tokens / 2)
+  length_mean = int(decoding.PROMPT_TOKENS + new_tokens / 2)
+  bare = {
+    attention: slots / decoding.bare_step_seconds(slots=slots, lanes=lanes, length=length_mean, attention=attention)
+    for attention in (False, True)
+  }
   result = {
     "tokens_per_s": rates["sao_jax"],
     "tunix_tokens_per_s": rates.get("tunix"),
     "ratio_to_tunix": rates["sao_jax"] / rates["tunix"] if "tunix" in rates else None,
     "matmul_gflops": gflops,
     "share_of_limit": rates["sao_jax"] * flops / (gflops * 1e9),
+    "share_of_bare_matmuls": bare[False] * decoding.flops_per_token(decoding.MODEL, 0) / (gflops * 1e9),
+    "share_of_bare_step": bare[True] * flops / (gflops * 1e9),
   }
   print(f"{slots} slots, {new_tokens} new tokens, {flops / 1e6:.2f} MFLOP per token, on {jax.devices()[0].device_kind}")
   for name, rate in rates.items():
     print(f"  {name:<8} {rate:>9,.0f} tokens/s  {rate * flops / 1e9:>6.1f} GFLOP/s")
   print(f"  matmul   {gflops:>6.1f} GFLOP/s; share of it: {result['share_of_limit']:.1%}")
+  matmuls, step = result["share_of_bare_matmuls"], result["share_of_bare_step"]
+  print(f"  steps of nothing but its matmuls reach {matmuls:.1%}, with those over the cache {step:.1%}")
   return result
 
 

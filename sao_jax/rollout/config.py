@@ -16,7 +16,10 @@ class EngineConfig:
   """
 
   num_slots: int = 32
-  """Episodes decoded at once."""
+  """Episodes decoded at once: rows of the cache."""
+  num_episodes: int | None = None
+  """Live episodes; None: `num_slots`. With more, one that waits for its environment gives its slot to one that can go
+  on; its keys and values are copied to the host, or computed again when it comes back, whichever is cheaper."""
   num_lanes: int = 1
   """Groups of slots, each decoded by a thread of its own; divides `num_slots`. On a CPU that has nothing else to do its
   number of cores, since most operations of a small model run on one; on an accelerator 1."""
@@ -50,6 +53,9 @@ class EngineConfig:
   """A reset or step that takes longer fails its episode. Needs threads: inline calls cannot be interrupted."""
   recompute_cache_on_update: bool = False
   """After a weight swap recompute the keys and values of live contexts with the new weights; else keep them."""
+  prefix_rows: int = 8
+  """Beginnings shared by prompts (system prompt, examples, the prompt of a group) that are kept computed, each of the
+  size of a slot's cache: fed once per policy version and copied into the slots. 0: every prompt is fed whole."""
   max_observation_chars: int = 1_000_000
   """A longer observation or prompt fails its episode before it is tokenised."""
   max_abs_reward: float = 1e6
@@ -64,6 +70,12 @@ class EngineConfig:
     for name in ("num_slots", "max_action_tokens", "max_turns", "chunk_steps", "max_observation_chars"):
       if getattr(self, name) < 1:
         raise ValueError(f"EngineConfig.{name} must be >= 1; received {getattr(self, name)}.")
+    if self.num_episodes is not None and self.num_episodes < self.num_slots:
+      raise ValueError(
+        f"EngineConfig.num_episodes must be >= num_slots = {self.num_slots} or None; received {self.num_episodes}."
+      )
+    if self.prefix_rows < 0:
+      raise ValueError(f"EngineConfig.prefix_rows must be >= 0; received {self.prefix_rows}.")
     if self.num_lanes < 1 or self.num_slots % self.num_lanes:
       raise ValueError(
         f"EngineConfig.num_lanes must be a divisor of num_slots = {self.num_slots}; received {self.num_lanes}."
@@ -93,6 +105,11 @@ class EngineConfig:
       raise ValueError(
         f"EngineConfig.live_buckets must end with max_len = {self.max_len}; received {self.live_buckets}."
       )
+
+  @property
+  def live_episodes(self) -> int:
+    """`num_episodes`, or `num_slots` where it is None."""
+    return self.num_slots if self.num_episodes is None else self.num_episodes
 
   def live_lengths(self) -> tuple[int, ...]:
     """The lengths attention may be cut to."""

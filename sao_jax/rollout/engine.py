@@ -147,6 +147,7 @@ class Engine:
     names = (
       "tokens_generated", "prefill_tokens", "chunks", "prefills", "episodes_started", "episodes_finished",
       "failed_episodes", "reset_retries", "cache_recomputes", "weight_updates",
+      "moved_out", "copied_back", "prefix_tokens_saved",
     )
     counts = {**self._counts, **self._slots.counts}
     return {

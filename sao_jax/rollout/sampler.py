@@ -57,6 +57,10 @@ RunningChunk: TypeAlias = "list[Future[jax.Array] | None]"
 """A dispatched decode chunk, by lane; None: the lane has nothing to decode."""
 
 
+SavedRow: TypeAlias = "Future[Cache]"
+"""One slot's part of a cache, taken out of it."""
+
+
 class PrefillRow(NamedTuple):
   """Tokens to feed to one slot, and the slot's state after them."""
 
@@ -217,6 +221,16 @@ def _dispatching(spec: SamplerSpec) -> contextlib.AbstractContextManager[Any]:
   return contextlib.nullcontext() if placement is None else placement.dispatching()
 
 
+@jax.jit
+def _read_row(cache: Cache, slot: jax.Array) -> Cache:
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), cache)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_row(cache: Cache, row: Cache, slot: jax.Array) -> Cache:
+  return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, slot, axis=0), cache, row)
+
+
 class _Lane:
   """Some of the slots: their cache and state, donated to every call, so that nothing is copied."""
 
@@ -237,6 +251,16 @@ class _Lane:
         prepared, self.cache, self.state, key, spec=self._spec, live_len=live_len
       )
     return out
+
+
+  def save(self, slot: int, to_host: bool) -> Cache:
+    row = _read_row(self.cache, jax.device_put(np.int32(slot)))
+    return jax.device_get(row) if to_host else row
+
+  def restore(self, slot: int, saved: SavedRow) -> None:
+    # On the device already, or on its way there.
+    row = jax.tree.map(jnp.asarray, saved.result())
+    self.cache = _write_row(self.cache, row, jax.device_put(np.int32(slot)))
 
 
 class Sampler:
@@ -298,6 +322,31 @@ class Sampler:
       packed[i, :_HEADER] = (slot, row.start, count, row.next_token, row.budget, row.activate, row.episode)
       packed[i, _HEADER : _HEADER + count] = row.tokens
     self._submit(lane, functools.partial(self._lanes[lane].prefill, params, packed, live_len))
+
+  def save(self, slot: int, *, to_host: bool) -> SavedRow:
+    """Copies what the cache holds for a slot, as of the calls before, to the host or inside the device."""
+    lane, row = slot % self._num_lanes, slot // self._num_lanes
+    return self._submit(lane, functools.partial(self._lanes[lane].save, row, to_host))
+
+  def restore(self, slot: int, saved: SavedRow) -> None:
+    """Puts what `save` took out into any slot."""
+    lane, row = slot % self._num_lanes, slot // self._num_lanes
+    self._submit(lane, functools.partial(self._lanes[lane].restore, row, saved))
+
+  def copy_pays(self, params: Params, length: int, *, to_host: bool) -> bool:
+    """Whether copying a slot's row costs less than feeding its `length` tokens again.
+
+    bytes moved * (FLOPs in the time of a byte) < 2 * parameters * length.
+
+    A row goes to the host and back, or once inside the device; it is moved whole. FLOPs per byte are round figures of
+    the machines: about 100 GFLOP/s beside copies of 5 GB/s on a CPU; on an accelerator 300 TFLOP/s beside 20 GB/s to
+    the host and 1 TB/s inside. Experts that a token does not pass are counted, so that mixtures copy somewhat early.
+    """
+    row_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(self._lanes[0].cache))
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    to_host_ratio, inside_ratio = (20, 20) if jax.default_backend() == "cpu" else (15_000, 300)
+    flops = row_bytes * (2 * to_host_ratio if to_host else inside_ratio)
+    return flops < 2 * parameters * length
 
   def decode(self, params: Params, key: jax.Array, *, live_lens: Sequence[int]) -> RunningChunk:
     """Dispatches one chunk; give the result to `fetch`.

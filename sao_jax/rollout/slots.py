@@ -1,25 +1,25 @@
-"""The slot machine of the engine: which slot does what, and what is fed to the device for it.
+"""The state machine of the engine: which live episode does what, and what is fed to the device for it.
 
-A slot goes FREE -> ENV (reset) -> FEED -> DECODE -> ENV (step) -> FEED -> ... -> FREE. In every state but FREE it holds
-a request; from its first FEED on it holds an `Episode`, of which the cache holds the first `fed` tokens. While a slot
-decodes, `fed` is all but the last token.
+A seat goes FREE -> ENV (reset) -> FEED -> DECODE -> ENV (step) -> FEED -> ... -> FREE. In every state but FREE it holds
+a request; from its first FEED on it holds an `Episode`, of which the cache holds the first `fed` tokens. `Residency`
+decides who has a slot of the cache: seats that are being fed and that decode do.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
+import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
 import jax
-import numpy as np
 
 from sao_jax.rollout.config import EngineConfig, bucket
 from sao_jax.rollout.environments import EnvironmentHolder
 from sao_jax.rollout.episodes import Answer, Episode, EpisodeFailure, EpisodeRequest
+from sao_jax.rollout.residency import Residency, Seat, State
 from sao_jax.rollout.sampler import PrefillRow, RunningChunk, Sampler
 from sao_jax.rollout.workers import Task, Workers
 from sao_jax.types import Ended, EnvironmentFactory, Params, Tokenizer, Trajectory
@@ -28,38 +28,8 @@ _POLL_S = 0.02
 _CLOSE_TIMEOUT_S = 10.0
 
 
-class _State(enum.Enum):
-  FREE = enum.auto()
-  ENV = enum.auto()
-  FEED = enum.auto()
-  DECODE = enum.auto()
-
-
-class _Slot:
-  def __init__(self, index: int, holder: EnvironmentHolder):
-    self.index = index
-    self.holder = holder
-    self.state = _State.FREE
-    self.request: EpisodeRequest | None = None
-    self.episode: Episode | None = None
-    self.fed = 0
-    self.pending = np.zeros(0, np.int32)
-    """Tokens from `fed` on; the last one is not fed but decoded from."""
-    self.cache_version = -1
-
-  def free(self) -> None:
-    self.state = _State.FREE
-    self.request = None
-    self.episode = None
-
-  def feed(self) -> None:
-    assert self.episode is not None
-    self.state = _State.FEED
-    self.pending = self.episode.tokens()[self.fed :]
-
-
 class SlotTable:
-  """All slots of an engine, with their environments and the sampler; used from one thread."""
+  """All live episodes of an engine, with their environments and the sampler; used from one thread."""
 
   def __init__(
     self, *, config: EngineConfig, make_env: EnvironmentFactory, tokenizer: Tokenizer, sampler: Sampler
@@ -72,42 +42,45 @@ class SlotTable:
     self._live_lengths = config.live_lengths()
     self._window_lengths = config.window_lengths()
     self._workers = Workers(config.env_workers)
-    self._tasks: dict[Task, _Slot | None] = {}
+    self._tasks: dict[Task, Seat | None] = {}
     """Running environment calls; None: closing one that nobody waits for."""
-    self._slots = [_Slot(i, self._new_holder()) for i in range(config.num_slots)]
+    self._seats = [Seat(i, self._new_holder()) for i in range(config.live_episodes)]
+    self._clock = itertools.count()
     self._version = -1
     self._ended: list[tuple[Episode, Ended]] = []
     self._failures: list[tuple[EpisodeRequest, EpisodeFailure]] = []
     self.counts = Counter[str]()
+    self._residency = Residency(config, sampler, self.counts)
 
   @property
   def waiting(self) -> bool:
-    """Whether an environment call is running that a slot waits for."""
-    return any(slot is not None for slot in self._tasks.values())
+    """Whether an environment call is running that a seat waits for."""
+    return any(seat is not None for seat in self._tasks.values())
 
   def reset(self) -> None:
     """Frees all slots; unfinished episodes are forgotten."""
     self.abandon_all()
     self._version = -1
     self._sampler.reset()
+    self._residency.reset()
 
   def abandon_all(self) -> None:
     """Frees all slots and gives up running environment calls (their threads close the environments)."""
-    for task, slot in self._tasks.items():
-      if self._workers.abandon(task) and slot is not None:
-        slot.holder = self._new_holder()
+    for task, seat in self._tasks.items():
+      if self._workers.abandon(task) and seat is not None:
+        seat.holder = self._new_holder()
     self._tasks.clear()
     self._workers.poll()
     self._ended.clear()
     self._failures.clear()
-    for slot in self._slots:
-      slot.free()
+    for seat in self._seats:
+      self._free(seat)
 
   def close(self) -> None:
     """Gives up running calls, closes idle environments and ends the threads."""
     self.abandon_all()
-    for slot in self._slots:
-      self._dispose(slot)
+    for seat in self._seats:
+      self._dispose(seat)
     deadline = time.monotonic() + _CLOSE_TIMEOUT_S
     while self._tasks and time.monotonic() < deadline:
       for task in self._workers.poll(_POLL_S):
@@ -116,34 +89,33 @@ class SlotTable:
     self._sampler.close()
 
   def set_version(self, version: int) -> None:
-    """New weights: with `recompute_cache_on_update` decoding slots are fed anew (waiting ones when they go on)."""
+    """New weights: with `recompute_cache_on_update` decoding seats are fed anew (waiting ones when they go on)."""
     self._version = version
+    self._residency.set_version(version)
     if self._config.recompute_cache_on_update:
-      for slot in self._slots:
-        if slot.state is _State.DECODE:
-          slot.feed()
+      for seat in self._seats:
+        if seat.state is State.DECODE:
+          seat.feed()
 
   def refill(self, next_request: Callable[[], EpisodeRequest | None]) -> int:
     """Hands requests to free slots until there are no more of either; returns how many."""
     started = 0
-    for slot in self._slots:
-      if slot.state is not _State.FREE:
+    for seat in self._seats:
+      if seat.state is not State.FREE:
         continue
       request = next_request()
       if request is None:
         break
       started += 1
-      slot.request = request
-      slot.fed = 0
-      slot.cache_version = -1
-      self._call(slot, functools.partial(slot.holder.reset, request.task_index))
+      seat.begin(request)
+      self._call(seat, functools.partial(seat.holder.reset, request.task_index))
     self.counts["episodes_started"] += started
     return started
 
   def collect(
     self, *, wait_all: bool = False, wait_s: float = 0.0, stop: threading.Event | None = None
   ) -> None:
-    """Takes in what environments answered, in slot order; gives up those that hang.
+    """Takes in what environments answered, in the seats' order; gives up those that hang.
 
     Args:
       wait_all: wait for every running call.
@@ -155,17 +127,17 @@ class SlotTable:
     while wait_all and len(done) < len(self._tasks) and not (stop is not None and stop.is_set()):
       done += self._workers.poll(_POLL_S)
       self._give_up_hanging()
-    answers = [(slot, task) for task in done if (slot := self._tasks.pop(task, None)) is not None]
-    for slot, task in sorted(answers, key=lambda x: x[0].index):
+    answers = [(seat, task) for task in done if (seat := self._tasks.pop(task, None)) is not None]
+    for seat, task in sorted(answers, key=lambda x: x[0].index):
       if task.error is not None:
-        self._fail(slot, task.error)
-      elif slot.episode is None:
-        assert slot.request is not None
+        self._fail(seat, task.error)
+      elif seat.episode is None:
+        assert seat.request is not None
         self.counts["reset_retries"] += task.result.retries
-        slot.episode = Episode(slot.request, task.result)
-        slot.feed()
+        seat.episode = Episode(seat.request, task.result)
+        self._feed(seat)
       else:
-        self._take_answer(slot, *task.result)
+        self._take_answer(seat, *task.result)
 
   def cut(self, requests: Collection[EpisodeRequest]) -> set[EpisodeRequest]:
     """Ends the episodes of `requests` where they are: 'truncated', or failed if nothing was sampled yet.
@@ -174,35 +146,35 @@ class SlotTable:
       Those whose environment is at work: they cannot be ended now.
     """
     waiting = set()
-    for slot in self._slots:
-      if slot.request is None or slot.request not in requests:
+    for seat in self._seats:
+      if seat.request is None or seat.request not in requests:
         continue
-      if slot.state is _State.ENV:
-        waiting.add(slot.request)
-      elif slot.episode is None or not (slot.episode.num_turns or slot.episode.action_length):
-        self._failures.append((slot.request, EpisodeFailure("cut", "cut before its first token.")))
-        slot.free()
+      if seat.state is State.ENV:
+        waiting.add(seat.request)
+      elif seat.episode is None or not (seat.episode.num_turns or seat.episode.action_length):
+        self._failures.append((seat.request, EpisodeFailure("cut", "cut before its first token.")))
+        self._free(seat)
       else:
-        if slot.episode.action_length:
-          slot.episode.cut_action = slot.episode.end_action()
-        self._end(slot, "truncated")
+        if seat.episode.action_length:
+          seat.episode.cut_action = seat.episode.end_action()
+        self._end(seat, "truncated")
     return waiting
 
   def prefill(self, params: Params) -> int:
     """Dispatches a piece of every context that must be fed; returns how many there were."""
-    feeding = [slot for slot in self._slots if slot.state is _State.FEED]
+    placed = self._residency.place(self._seats, params)
     for lane in range(self._sampler.num_lanes):
-      self._prefill_lane(params, [slot for slot in feeding if slot.index % self._sampler.num_lanes == lane])
-    return len(feeding)
+      self._prefill_lane(params, [seat for seat in placed if self._lane(seat) == lane])
+    return len(placed)
 
   def dispatch(self, params: Params, key: jax.Array) -> RunningChunk | None:
-    """Dispatches a decode chunk; None if no slot is decoding."""
+    """Dispatches a decode chunk; None if no seat is decoding."""
     needs = [0] * self._sampler.num_lanes
-    for slot in self._slots:
-      if slot.state is _State.DECODE:
-        assert slot.episode is not None
-        lane = slot.index % len(needs)
-        needs[lane] = max(needs[lane], slot.episode.length - 1 + self._config.chunk_steps)
+    for seat in self._seats:
+      if seat.state is State.DECODE:
+        assert seat.episode is not None
+        lane = self._lane(seat)
+        needs[lane] = max(needs[lane], seat.episode.length - 1 + self._config.chunk_steps)
     if not any(needs):
       return None
     self.counts["chunks"] += 1
@@ -211,24 +183,24 @@ class SlotTable:
   def absorb(self, out: RunningChunk) -> None:
     """Waits for the chunk `out` and takes in what it sampled; finished actions go to their environments."""
     chunk = self._sampler.fetch(out)
-    for slot in self._slots:
-      if slot.state is not _State.DECODE:
+    for seat in self._seats:
+      if seat.state is not State.DECODE:
         continue
-      episode = slot.episode
-      assert episode is not None
-      count = int(chunk.num_sampled[slot.index])
-      tokens = chunk.tokens[:count, slot.index].copy()
-      episode.add_sampled(tokens, chunk.logp[:count, slot.index].copy(), self._version)
-      slot.fed += count
+      episode, slot = seat.episode, seat.slot
+      assert episode is not None and slot is not None
+      count = int(chunk.num_sampled[slot])
+      tokens = chunk.tokens[:count, slot].copy()
+      episode.add_sampled(tokens, chunk.logp[:count, slot].copy(), self._version)
+      seat.fed += count
       self.counts["tokens_generated"] += count
-      if chunk.active[slot.index]:
+      if chunk.active[slot]:
         continue
       action = episode.end_action()
       if int(tokens[-1]) in self._stop_ids:
-        self._call(slot, functools.partial(slot.holder.step, action))
+        self._call(seat, functools.partial(seat.holder.step, action))
       else:
         episode.cut_action = action
-        self._end(slot, "truncated")
+        self._end(seat, "truncated")
 
   def take_finished(self) -> tuple[list[Trajectory], list[tuple[EpisodeRequest, EpisodeFailure]]]:
     """Builds the trajectories of ended episodes; returns them and what failed since the last call."""
@@ -244,12 +216,12 @@ class SlotTable:
     self.counts["episodes_finished"] += len(trajectories)
     return trajectories, failures
 
-  def _prefill_lane(self, params: Params, feeding: list[_Slot]) -> None:
+  def _prefill_lane(self, params: Params, feeding: list[Seat]) -> None:
     # Similar lengths share a call, so that few columns are padding.
-    feeding.sort(key=lambda slot: -len(slot.pending))
+    feeding.sort(key=lambda seat: -len(seat.pending))
     largest = self._config.prefill_rows[-1]
     for i in range(0, len(feeding), largest):
-      rows = [self._next_piece(slot) for slot in feeding[i : i + largest]]
+      rows = [self._next_piece(seat) for seat in feeding[i : i + largest]]
       self._sampler.prefill(
         params,
         rows,
@@ -260,57 +232,68 @@ class SlotTable:
       self.counts["prefills"] += 1
       self.counts["prefill_tokens"] += sum(len(row.tokens) for row in rows)
 
-  def _next_piece(self, slot: _Slot) -> PrefillRow:
-    """The next tokens to feed to a slot; it decodes once nothing is left."""
-    episode = slot.episode
-    assert episode is not None
-    if slot.fed and self._config.recompute_cache_on_update and slot.cache_version != self._version:
-      self.counts["cache_recomputes"] += 1
-      slot.fed = 0
-      slot.feed()
-    slot.cache_version = self._version
-    start = slot.fed
-    piece = slot.pending[:-1][: self._config.prefill_tokens[-1]]
-    slot.fed += len(piece)
-    slot.pending = slot.pending[len(piece) :]
-    complete = len(slot.pending) == 1
+  def _next_piece(self, seat: Seat) -> PrefillRow:
+    """The next tokens to feed to a seat; it decodes once nothing is left."""
+    episode = seat.episode
+    assert episode is not None and seat.slot is not None
+    seat.cache_version = self._version
+    start = seat.fed
+    piece = seat.pending[:-1][: self._config.prefill_tokens[-1]]
+    seat.fed += len(piece)
+    seat.pending = seat.pending[len(piece) :]
+    complete = len(seat.pending) == 1
     if complete:
-      slot.state = _State.DECODE
+      seat.state = State.DECODE
     return PrefillRow(
-      slot.index, start, piece, int(slot.pending[0]), episode.budget(self._config), complete, episode.request.episode_id
+      seat.slot, start, piece, int(seat.pending[0]), episode.budget(self._config), complete, episode.request.episode_id
     )
 
-  def _take_answer(self, slot: _Slot, action_text: str, answer: Answer) -> None:
+  def _take_answer(self, seat: Seat, action_text: str, answer: Answer) -> None:
     """An environment answered an action: the episode ends or goes on."""
-    episode = slot.episode
+    episode = seat.episode
     assert episode is not None
     ended = episode.take_answer(action_text, answer, self._config)
     if ended is None:
-      slot.feed()
+      self._feed(seat)
     else:
-      self._end(slot, ended)
+      self._end(seat, ended)
 
-  def _end(self, slot: _Slot, how: Ended) -> None:
-    assert slot.episode is not None
-    self._ended.append((slot.episode, how))
-    slot.free()
+  def _end(self, seat: Seat, how: Ended) -> None:
+    assert seat.episode is not None
+    self._ended.append((seat.episode, how))
+    self._free(seat)
 
-  def _fail(self, slot: _Slot, error: BaseException) -> None:
-    """The slot's episode fails alone; the slot gets a fresh environment, since this one's state is unknown."""
-    assert slot.request is not None
+  def _fail(self, seat: Seat, error: BaseException) -> None:
+    """The seat's episode fails alone; the seat gets a fresh environment, since this one's state is unknown."""
+    assert seat.request is not None
     failure = error if isinstance(error, EpisodeFailure) else EpisodeFailure("engine_error", repr(error))
-    self._failures.append((slot.request, failure))
-    self._dispose(slot)
-    slot.free()
+    self._failures.append((seat.request, failure))
+    self._dispose(seat)
+    self._free(seat)
 
-  def _call(self, slot: _Slot, call: Callable[[], object]) -> None:
-    slot.state = _State.ENV
-    task = Task(call, slot.holder.close)
-    self._tasks[task] = slot
+  def _call(self, seat: Seat, call: Callable[[], object]) -> None:
+    seat.state = State.ENV
+    seat.since = next(self._clock)
+    task = Task(call, seat.holder.close)
+    self._tasks[task] = seat
     self._workers.submit(task)
 
-  def _dispose(self, slot: _Slot) -> None:
-    holder, slot.holder = slot.holder, self._new_holder()
+  def _feed(self, seat: Seat) -> None:
+    seat.since = next(self._clock)
+    seat.feed()
+
+  def _lane(self, seat: Seat) -> int:
+    assert seat.slot is not None
+    return seat.slot % self._sampler.num_lanes
+
+  def _free(self, seat: Seat) -> None:
+    self._residency.release(seat)
+    seat.state = State.FREE
+    seat.request = None
+    seat.episode = None
+
+  def _dispose(self, seat: Seat) -> None:
+    holder, seat.holder = seat.holder, self._new_holder()
     task = Task(holder.close, lambda _: None)
     self._tasks[task] = None
     self._workers.submit(task)
@@ -324,10 +307,10 @@ class SlotTable:
     for task in hanging:
       if not self._workers.abandon(task):
         continue  # done meanwhile: its answer is taken
-      slot = self._tasks.pop(task)
-      if slot is not None:
-        assert slot.request is not None
-        slot.holder = self._new_holder()
-        what = f"task {slot.request.task_index}: the environment did not answer within env_timeout_s = {limit}"
-        self._failures.append((slot.request, EpisodeFailure("timeout", what)))
-        slot.free()
+      seat = self._tasks.pop(task)
+      if seat is not None:
+        assert seat.request is not None
+        seat.holder = self._new_holder()
+        what = f"task {seat.request.task_index}: the environment did not answer within env_timeout_s = {limit}"
+        self._failures.append((seat.request, EpisodeFailure("timeout", what)))
+        self._free(seat)

@@ -8,13 +8,17 @@ from experiments.benchmarks import decoding, engine, sampler
 
 
 def test_sampler():
-  result = sampler.run(slots=2, new_tokens=8, chunk_steps=4, repeats=1)
-  assert set(result) == {"tokens_per_s", "tunix_tokens_per_s", "ratio_to_tunix", "matmul_gflops", "share_of_limit"}
+  result = sampler.run(slots=2, new_tokens=8, chunk_steps=4, lanes=2, repeats=1)
+  assert set(result) == {
+    "tokens_per_s", "tunix_tokens_per_s", "ratio_to_tunix", "matmul_gflops", "share_of_limit", "share_of_bare_matmuls",
+    "share_of_bare_step",
+  }
   assert result["tokens_per_s"] > 0 and 0 < result["share_of_limit"] < 1
+  assert result["share_of_bare_step"] > 0 and result["share_of_bare_matmuls"] > 0
 
 
 def test_engine():
-  result = engine.run(slots=2, max_len=256, chunk_steps=16, env_workers=0, seconds=0.1, repeats=1)
+  result = engine.run(slots=2, max_len=256, chunk_steps=16, lanes=1, env_workers=0, seconds=0.1, repeats=1)
   assert set(result) == {"tokens_per_s", "sampler_tokens_per_s", "ratio"}
   assert 0 < result["ratio"] < 2
 

@@ -283,7 +283,8 @@ def test_an_exception_in_the_thread_surfaces():
 @pytest.mark.parametrize(
   "changes",
   [{"temperature": 0.0}, {"num_slots": 0}, {"prefill_rows": ()}, {"prefill_tokens": (8, 4)}, {"live_buckets": (16,)},
-   {"max_len": 1}, {"env_workers": -1}, {"env_timeout_s": 0.0}, {"max_failed_share": 2.0}],
+   {"max_len": 1}, {"env_workers": -1}, {"env_timeout_s": 0.0}, {"max_failed_share": 2.0}, {"num_episodes": 3},
+   {"prefix_rows": -1}, {"num_lanes": 3}, {"num_lanes": 0}],
 )
 def test_bad_settings(changes):
   with pytest.raises(ValueError, match="received"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,7 +16,7 @@ from sao_jax.models import ModelConfig, cached_policy, init_policy, policy_logit
 from sao_jax.rollout import Engine, EpisodeRequest
 from sao_jax.types import Step
 from tests.rollout.engine_test import PARAMS, config, requests
-from tests.rollout.fakes import POLICY, CharTokenizer, Echo, assert_logps_true
+from tests.rollout.fakes import MARK, POLICY, CharTokenizer, Echo, assert_logps_true
 
 _TURN = st.sampled_from(["go", "end", "cut", "raise", "nan", "flood"])
 
@@ -61,13 +62,21 @@ class Scripted:
   env_workers=st.sampled_from([0, 2]),
   recompute=st.booleans(),
   every=st.integers(1, 5),
+  num_episodes=st.sampled_from([None, 9]),
+  prefix_rows=st.sampled_from([0, 1, 8]),
+  num_lanes=st.sampled_from([1, 2]),
 )
-def test_any_environments_keep_the_books(scripts, env_workers, recompute, every):
+def test_any_environments_keep_the_books(
+  scripts, env_workers, recompute, every, num_episodes, prefix_rows, num_lanes
+):
   rewards = collections.defaultdict(list)
   failed = []
   engine = Engine(
     model=POLICY, make_env=lambda: Scripted(scripts, rewards), tokenizer=CharTokenizer(),
-    config=config(env_workers=env_workers, recompute_cache_on_update=recompute, max_failed_share=1.0),
+    config=config(
+      env_workers=env_workers, recompute_cache_on_update=recompute, max_failed_share=1.0, num_episodes=num_episodes,
+      prefix_rows=prefix_rows, num_lanes=num_lanes,
+    ),
   )
   versions = lambda chunk: (PARAMS[min(chunk // every, 39)], min(chunk // every, 39))  # noqa: E731
   with engine:
@@ -81,7 +90,10 @@ def test_any_environments_keep_the_books(scripts, env_workers, recompute, every)
     assert x.num_turns <= 4 and len(x.tokens) <= 48
     assert (x.tokens[: scripts[x.task_index][0]] == 2).all()
     if recompute:
+      assert not (x.tokens[x.action_mask] == MARK).any()  # what it writes from a cache of other weights
       assert_logps_true(x, PARAMS)
+  assert counters["prefix_tokens_saved"] == 0 or prefix_rows
+  assert counters["copied_back"] <= counters["moved_out"] and (counters["moved_out"] == 0 or num_episodes)
 
 
 MODEL = ModelConfig(
@@ -97,20 +109,34 @@ def real():
   return cached_policy(MODEL), params, jax.jit(policy_logits(MODEL))
 
 
+class _Shared(Echo):
+  """Prompts with a beginning in common, and answers that take a while."""
+
+  def reset(self, task_index):
+    return "cdefghijklmnopqr" + super().reset(task_index)
+
+  def step(self, action):
+    time.sleep(0.005)
+    return super().step(action)
+
+
 @pytest.mark.parametrize(("recompute", "lanes"), [(False, 1), (True, 2)])
 def test_log_probs_of_a_real_model_are_those_of_a_full_forward_pass(recompute, lanes, real):
   policy, params, logits = real
   temperature = 0.8
+  crowded = {"num_episodes": 9, "env_workers": 5, "num_lanes": lanes} if recompute else {}
   engine = Engine(
-    model=policy, make_env=lambda: Echo(3), tokenizer=CharTokenizer(),
+    model=policy, make_env=lambda: (_Shared if crowded else Echo)(3), tokenizer=CharTokenizer(),
     config=config(
-      temperature=temperature, recompute_cache_on_update=recompute, num_lanes=lanes, max_action_tokens=40,
+      temperature=temperature, recompute_cache_on_update=recompute, max_action_tokens=40, **crowded
     ),
   )
   every = 2 if recompute else 1000
   with engine:
-    done = list(engine.generate(lambda chunk: (params[chunk // every % 8], chunk // every), requests(10)))
+    done = list(engine.generate(lambda chunk: (params[chunk // every % 8], chunk // every), requests(16)))
+    counters = engine.counters
   assert any(x.mixed_versions for x in done) == recompute
+  assert (counters["moved_out"] > 0) == (counters["prefix_tokens_saved"] > 0) == recompute
   assert max(x.num_turns for x in done) > 1
   assert max(len(x.tokens) for x in done) == 48  # the last chunk of one passed the end of the cache
   for x in done:
