@@ -15,8 +15,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_WORKER = pathlib.Path(__file__).with_name("_math_worker.py")
-
 
 class MathGrader:
   """Whether two texts state the same mathematical value. Safe to call from many threads (one comparison at a time).
@@ -76,8 +74,9 @@ class MathGrader:
   def _start(self) -> subprocess.Popen[str]:
     # A program of its own, not multiprocessing: that imports the caller's main module again, which a script without a
     # guard and a notebook do not survive. -P: the modules that lie next to the program are not for it.
+    program = pathlib.Path(__file__).with_name("_math_worker.py")
     self._process = process = subprocess.Popen(
-      [sys.executable, "-P", str(_WORKER), str(2 * self._timeout_s + 10)],
+      [sys.executable, "-P", str(program), str(2 * self._timeout_s + 10)],
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="ascii",
     )  # fmt: skip
     said = ""
