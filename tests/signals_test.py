@@ -46,11 +46,12 @@ class Gate:
     if self.left == 0:
       threading.Timer(0.1, self._send).start()  # from outside, while the tool is at work
     if self.left <= 0:
-      self.opened.wait(60.0)
+      self.opened.wait(120.0)
 
   def _send(self) -> None:
     self.signalled_at = time.monotonic()
-    os.kill(os.getpid(), self.number)
+    # To the thread that a signal from outside wakes too, unless it stands still (in a debugger, say) at that moment.
+    signal.pthread_kill(threading.main_thread().ident or 0, self.number)
 
 
 def gated(gate: Gate, *, split: str = "train") -> Domain:
@@ -67,7 +68,7 @@ def stop(gate: Gate, config: RunConfig, workdir: pathlib.Path, **options: Any) -
   """Runs until the gate's signal ends the run."""
   assert loop.train(config, gated(gate, **options), workdir) is None
   gate.opened.set()
-  assert 0 < time.monotonic() - gate.signalled_at < 20
+  assert 0 < time.monotonic() - gate.signalled_at < 100  # the tool takes 120 s; the machine may be busy
 
 
 def test_in_an_inline_tool_the_batch_is_made_again(tmp_path: pathlib.Path) -> None:
