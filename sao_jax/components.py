@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -16,10 +18,12 @@ from sao_jax.evaluation import BothSplits
 from sao_jax.learner import LearnerState, PackStats, init_state, make_baselines, make_update_step, pack_batch
 from sao_jax.placement import Placement
 from sao_jax.processes import SharedRollouts, SharedSource, check_processes
+from sao_jax.rollout.cluster import EngineCluster
 from sao_jax.rollout.engine import Engine, RolloutEngine
 from sao_jax.rollout.queue import TrajectoryQueue
 from sao_jax.rollout.requests import RequestStream
 from sao_jax.rollout.sources import AsyncSource, BatchSource, LaggedSource
+from sao_jax.sharding.mesh import MeshConfig
 from sao_jax.types import Domain, Params, PolicyApply, TokenBatch, Trajectory, ValueApply
 
 
@@ -29,17 +33,22 @@ class Components:
   Args:
     config: the run.
     domain: the task; closed with this object.
+    make_domain: makes the task anew, for the engines of `config.cluster`, if there are any; can be pickled.
   """
 
-  def __init__(self, config: RunConfig, domain: Domain):
+  def __init__(self, config: RunConfig, domain: Domain, *, make_domain: Callable[[], Domain] | None = None):
     if domain.tokenizer.vocab_size > config.policy.vocab_size:
       raise ValueError(
         f"policy.vocab_size must be at least the tokenizer's {domain.tokenizer.vocab_size}; "
         f"received {config.policy.vocab_size}."
       )
     check_processes(config, jax.process_count())
+    if config.cluster.num_engines and make_domain is None:
+      raise ValueError("cluster.num_engines > 0 needs make_domain: each engine makes a domain of its own.")
     self.config = config
     self.domain = domain
+    self._make_domain = make_domain
+    self._cluster: EngineCluster | None = None
     self.placement = Placement(config)
     self.policy_apply: PolicyApply = self.placement.hold(models.policy_apply(config.policy))
     self.value_apply: ValueApply | None = None
@@ -49,6 +58,7 @@ class Components:
       make_update_step(config.learner, self.policy_apply, self.value_apply, jit=False)
     )
     self.baselines = make_baselines(config.learner)
+    self.engine: RolloutEngine
     if config.remote.url is None:
       self.engine = _embedded_engine(config, domain, self.placement)
     else:
@@ -123,8 +133,10 @@ class Components:
         max_staleness=config.max_staleness,
         capacity=(config.queue_capacity or 2 * config.batch_size) // processes,
       )
+      if config.cluster.num_engines:
+        self._cluster = self._make_cluster()
       source = AsyncSource(
-        engine=self.engine, requests=self.requests, queue=queue, copy=self.placement.for_engine
+        engine=self._cluster or self.engine, requests=self.requests, queue=queue, copy=self.placement.for_engine
       )
       return source if processes == 1 else SharedSource(source, self.placement, config.group_size)
     return LaggedSource(
@@ -137,9 +149,21 @@ class Components:
       copy=self.placement.for_engine,
     )
 
+  def rollout_counters(self) -> dict[str, Any]:
+    """Of what generates the training episodes: the cluster, once there is one; else the engines of all processes."""
+    return self.rollouts.counters() if self._cluster is None else self._cluster.counters
+
+  def _make_cluster(self) -> EngineCluster:
+    assert self._make_domain is not None, "checked when made"
+    # The mesh is the learner's: an engine in an actor has one device.
+    config = dataclasses.replace(self.config, mesh=MeshConfig(data=1))
+    make_engine = functools.partial(engine_with_domain, config, self._make_domain)
+    return EngineCluster(make_engine, config.cluster, slots_per_engine=config.engine.num_slots)
+
   def close(self) -> None:
-    self.engine.close()
-    self.domain.close()
+    with contextlib.closing(self.domain), contextlib.closing(self.engine):
+      if self._cluster is not None:
+        self._cluster.close()
 
   def __enter__(self) -> Components:
     return self
@@ -150,7 +174,14 @@ class Components:
     self.close()
 
 
-def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement) -> RolloutEngine:
+@contextlib.contextmanager
+def engine_with_domain(config: RunConfig, make_domain: Callable[[], Domain]) -> Iterator[Engine]:
+  """An engine, and a domain that is closed with it: what a process far from the learner's needs."""
+  with contextlib.closing(make_domain()) as domain, _embedded_engine(config, domain, Placement(config)) as engine:
+    yield engine
+
+
+def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement) -> Engine:
   return Engine(
     model=placement.cached_policy(models.cached_policy(config.policy)),
     make_env=functools.partial(BothSplits, domain),

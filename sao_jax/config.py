@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, get_args
 from sao_jax.learner import algorithms
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
 from sao_jax.models.config import ModelConfig
+from sao_jax.rollout.cluster_config import ClusterConfig
 from sao_jax.rollout.config import EngineConfig
 from sao_jax.rollout.remote_config import RemoteConfig
 from sao_jax.sharding.mesh import MeshConfig
@@ -129,6 +130,8 @@ class RunConfig:
   engine: EngineConfig = EngineConfig()
   remote: RemoteConfig = RemoteConfig()
   """A server that generates the rollouts, in place of the embedded engine."""
+  cluster: ClusterConfig = ClusterConfig()
+  """`async` only: several engines, in processes of their own, here or on other machines; each on one device."""
   env: EnvConfig = EnvConfig()
   mesh: MeshConfig = MeshConfig(data=1)
   """Devices of learner and engine, see `placement.Placement`. data=1 is one device; an axis of -1 takes all that there
@@ -179,14 +182,17 @@ class RunConfig:
     _require(self.lag <= self.max_staleness, "lag", self.lag, f"at most max_staleness = {self.max_staleness}")
     counted = switch is None or self.remote.url is None
     _require(counted, "lag_switch_chunks", switch, "None with a remote.url: a server's decode chunks are not counted")
+    engines = self.cluster.num_engines
+    _require(engines == 0 or self.schedule == "async", "cluster.num_engines", engines, "0 unless async")
+    _require(engines == 0 or self.remote.url is None, "cluster.num_engines", engines, "0 with a remote.url")
     capacity = self.queue_capacity
     enough = capacity is None or capacity >= self.batch_size
     _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
 
 
 MAY_DIFFER = frozenset({
-  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "remote", "warm_start.log_every",
-  "warm_start.save_every", "engine.max_failed_share",
+  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "remote", "cluster",
+  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
 

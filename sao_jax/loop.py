@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,7 @@ def train(
   *,
   run_stages: Sequence[Stage] = config_lib.STAGES,
   console: Console | None = None,
+  make_domain: Callable[[], Domain] | None = None,
 ) -> dict[str, Any] | None:
   """Runs the recipe in a workdir, going on from what is there.
 
@@ -58,6 +59,7 @@ def train(
     workdir: the run's folder; made if missing. It must not hold a run of another config.
     run_stages: which stages to run; those before them must have been run in this workdir.
     console: where to report.
+    make_domain: makes the task anew, in the processes of the engines of `config.cluster`; can be pickled.
 
   Returns:
     The summary that is also written to `summary.json`; None if RL was not run to its end (stages left out, or a
@@ -79,7 +81,7 @@ def train(
       stack.enter_context(workdir_lib.WorkdirLock(workdir))
       workdir_lib.write_or_check_config(workdir, config_lib.to_json(config), **config_lib.comparison(config))
     try:
-      with Components(config, domain) as parts:
+      with Components(config, domain, make_domain=make_domain) as parts:
         interrupts.share(parts.placement)
         where = (workdir, console, interrupts)
         policy = stages.warm_start(parts, *where, run="warm_start" in run_stages)

@@ -27,12 +27,15 @@ def check_processes(config: RunConfig, count: int) -> None:
   """Refuses what several processes cannot do together.
 
   Raises:
-    ValueError: a lag, or (asynchronous) a batch that does not split into whole groups per process.
+    ValueError: a lag, engines in Ray actors, or (asynchronous) a batch that does not split into whole groups per
+      process.
   """
   if count == 1:
     return
   if config.schedule == "lagged":
     raise ValueError(f"schedule must be async or sync with {count} processes; received 'lagged'.")
+  if config.cluster.num_engines:
+    raise ValueError(f"cluster.num_engines must be 0 with {count} processes; received {config.cluster.num_engines}.")
   share = count * config.group_size
   if config.schedule == "async" and config.batch_size % share:
     raise ValueError(

@@ -32,7 +32,7 @@ class Progress:
   """
 
   def __init__(self, parts: Components):
-    self._rollouts = parts.rollouts
+    self._read_counters = parts.rollout_counters
     self._seconds_before = 0.0
     self._failed_before = 0
     self._failed_at_start = 0
@@ -42,7 +42,7 @@ class Progress:
   def start(self) -> None:
     """Time counts from here."""
     self._began = self._last = time.monotonic()
-    self._counts = self._rollouts.counters()
+    self._counts = self._read_counters()
     self._failed_at_start = self._counts["failed_episodes"]
 
   def learner_begins(self) -> None:
@@ -56,7 +56,7 @@ class Progress:
 
   def failures(self) -> dict[str, Any]:
     """Failed episodes over all resumptions; those since this start, evaluations included, by kind."""
-    counts = self._rollouts.counters()
+    counts = self._read_counters()
     return {"failed_episodes": self._failed_by(counts), "failed_by_kind": counts["failed_by_kind"]}
 
   def _failed_by(self, counts: Mapping[str, Any]) -> int:
@@ -67,7 +67,7 @@ class Progress:
   ) -> dict[str, float | int]:
     """The metrics row of a learner step, its batch used at version `step - 1`."""
     now = time.monotonic()
-    counts = self._rollouts.counters()
+    counts = self._read_counters()
     elapsed = max(now - self._last, 1e-9)
     staleness = np.array([step - 1 - x.oldest_version for x in trajectories])
     row: dict[str, float | int] = {

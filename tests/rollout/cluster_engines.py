@@ -1,0 +1,70 @@
+"""Engines for the tests of the cluster, made in processes of their own: nothing here imports pytest."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import pathlib
+import time
+
+from sao_jax.rollout import Engine, EngineConfig
+from sao_jax.types import Step
+from tests.rollout.fakes import POLICY, CharTokenizer, Echo
+
+CONFIG = EngineConfig(
+  num_slots=4,
+  max_len=48,
+  max_action_tokens=20,
+  max_turns=4,
+  chunk_steps=4,
+  prefill_rows=(4,),
+  prefill_tokens=(4,),
+  live_buckets=(48,),
+  env_workers=4,
+)
+
+
+class Signed(Echo):
+  """Three turns; the reward, all of it for the last one, is the number of the process / 4096.
+
+  Args:
+    sleep_s: what a turn takes.
+    deadly_task: ends the process.
+    hung: unless this file is there, a process that runs that task hangs as a whole (its interpreter is locked) instead,
+      after it has written its number there.
+  """
+
+  def __init__(self, sleep_s: float, deadly_task: int | None, hung: pathlib.Path | None):
+    super().__init__(3)
+    self._sleep_s = sleep_s
+    self._deadly_task = deadly_task
+    self._hung = hung
+
+  def step(self, action: str) -> Step:
+    if self.task == self._deadly_task:
+      if self._hung and not self._hung.exists():
+        self._hung.write_text(str(os.getpid()))
+        ctypes.PyDLL(None).sleep(1_000)
+      os._exit(9)
+    time.sleep(self._sleep_s)
+    step = super().step(action)
+    return dataclasses.replace(step, reward=os.getpid() / 4096 if step.done else 0.0)
+
+
+def make_engine(sleep_s: float = 0.0, deadly_task: int | None = None, hung: pathlib.Path | None = None) -> Engine:
+  return Engine(
+    model=POLICY,
+    make_env=lambda: Signed(sleep_s, deadly_task, hung),
+    tokenizer=CharTokenizer(),
+    config=CONFIG,
+    seed=7,
+  )
+
+
+def raise_on_creation() -> Engine:
+  raise OSError("no accelerator in this machine")
+
+
+def die_on_creation() -> Engine:
+  os._exit(9)

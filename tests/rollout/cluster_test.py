@@ -1,0 +1,251 @@
+"""Engines in Ray actors, on a real Ray cluster of this machine; actors die and hang."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from sao_jax.rollout import EngineThread, EpisodeRequest, TrajectoryQueue, WeightStore
+from sao_jax.rollout.cluster import EngineCluster
+from sao_jax.rollout.cluster_config import ClusterConfig
+from sao_jax.types import Trajectory
+from tests.rollout import cluster_engines
+from tests.rollout.fakes import assert_logps_true, make_params
+
+BALLAST = 8 * 2**20
+PARAMS = {v: {**make_params(v), "ballast": jnp.full(BALLAST // 4, v, jnp.float32)} for v in range(12)}
+WAITS = 1_000
+"""Of 0.1 s."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+  os.environ.setdefault("RAY_worker_niceness", "0")  # 15 else: a busy machine would leave them nothing
+  # The first engine compiles for all.
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+  ray.init(
+    address="local",
+    num_cpus=2,
+    include_dashboard=False,
+    object_store_memory=80 * 2**20,
+    log_to_driver=False,
+    logging_level="error",
+  )
+  yield
+  ray.shutdown()
+  del os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
+
+
+class Run:
+  """A cluster on a thread, `n` episodes, and a queue that raises if one of them ends twice."""
+
+  def __init__(self, make_engine, n: int, **changes):
+    self.waiting = [EpisodeRequest(task_index=i, episode_id=i, group_id=i) for i in range(n)]
+    self.queue = TrajectoryQueue(batch_size=1, group_size=1, max_staleness=100, capacity=n)
+    self.weights = WeightStore()
+    self.failed: list[int] = []
+    config = ClusterConfig(**{"num_engines": 2, "num_cpus": 0.5, "start_timeout_s": 150.0} | changes)
+    self.cluster = EngineCluster(make_engine, config, slots_per_engine=cluster_engines.CONFIG.num_slots)
+    self.thread = EngineThread(
+      self.cluster, weights=self.weights, next_request=self.next_request, emit=self.queue.put, on_failure=self.fail
+    )
+
+  def next_request(self) -> EpisodeRequest | None:
+    if not self.waiting:
+      return None
+    self.queue.start(self.waiting[0])
+    return self.waiting.pop(0)
+
+  def fail(self, request: EpisodeRequest) -> None:
+    self.queue.fail(request)
+    self.failed.append(request.episode_id)
+
+  def take(self, n: int) -> list[Trajectory]:
+    taken: list[Trajectory] = []
+    for _ in range(WAITS):
+      self.thread.check()
+      taken += self.queue.get_batch(0, timeout=0.1) or []
+      if len(taken) == n:
+        return taken
+    raise AssertionError(f"{len(taken)} of {n} episodes came; {self.cluster.counters}")
+
+
+@contextlib.contextmanager
+def running(*arguments, **changes) -> Iterator[Run]:
+  run = Run(*arguments, **changes)
+  run.weights.publish(PARAMS[0], 0)
+  run.thread.start()
+  try:
+    yield run
+  finally:
+    run.thread.stop()
+    run.cluster.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+  for _ in range(WAITS):
+    if condition():
+      return
+    time.sleep(0.1)
+  raise AssertionError("it did not come true")
+
+
+def process_of(trajectory: Trajectory) -> int | None:
+  """The process of the engine that ran it, as its environment says; none if it was cut off."""
+  return round(trajectory.total_reward * 4096) or None
+
+
+def by_id(trajectories: list[Trajectory]) -> list[Trajectory]:
+  return sorted(trajectories, key=lambda x: x.episode_id)
+
+
+def assert_gone(pids: set[int]) -> None:
+  _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+  assert not alive
+
+
+def bytes_in_store() -> float:
+  """As the scheduler sees it, which is about a second late."""
+  return ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
+
+
+def test_two_engines_sample_what_the_embedded_one_does():
+  with running(cluster_engines.make_engine, 32) as run:
+    done = by_id(run.take(32))
+    counters = run.cluster.counters
+    pids = {pid for x in done if (pid := process_of(x))}
+  assert len(pids) == 2 and os.getpid() not in pids
+  assert_gone(pids)
+  assert counters["episodes_finished"] == 32 and counters["engine_restarts"] == 0
+  assert counters["tokens_generated"] == sum(x.num_actions for x in done)
+  assert counters["busy_seconds"] > 0
+
+  # The same seed, the same episodes, the same weights: the same tokens, wherever an episode ran. Since noise belongs to
+  # (seed, episode, position), no two episodes of the two engines can have shared any.
+  expected = TrajectoryQueue(batch_size=1, group_size=1, max_staleness=0, capacity=32)
+  requests = iter([EpisodeRequest(task_index=i, episode_id=i, group_id=i) for i in range(32)])
+  store, here = WeightStore(), []
+  store.publish(PARAMS[0], 0)
+
+  def next_request():
+    request = next(requests, None)
+    if request is not None:
+      expected.start(request)
+    return request
+
+  with cluster_engines.make_engine() as engine:
+    thread = EngineThread(engine, weights=store, next_request=next_request, emit=expected.put)
+    thread.start()
+    while len(here) < 32:
+      thread.check()
+      here += expected.get_batch(0, timeout=0.1) or []
+    thread.stop()
+  for a, b in zip(done, by_id(here), strict=True):
+    assert a.episode_id == b.episode_id and a.ended == b.ended
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+    np.testing.assert_allclose(a.behavior_logp, b.behavior_logp, atol=1e-5)
+    np.testing.assert_array_equal(a.rewards != 0, b.rewards != 0)
+
+
+def test_weights_in_flight_and_a_killed_engine():
+  with running(functools.partial(cluster_engines.make_engine, sleep_s=0.05), 2_000) as run:
+    done = run.take(8)
+    for version in range(1, 6):
+      run.weights.publish(PARAMS[version], version)
+      done += run.take(4)
+    victim = next(pid for x in reversed(done) if (pid := process_of(x)))
+    os.kill(victim, signal.SIGKILL)
+    for version in range(6, 12):
+      run.weights.publish(PARAMS[version], version)
+      done += run.take(6)
+    while len({process_of(x) for x in done} - {None}) < 3:  # until the new engine has finished an episode
+      done += run.take(1)
+    n = 2_000 - len(run.waiting)
+    run.waiting = run.waiting[:8]
+    n += 8
+    done += run.take(n - len(done))
+    counts = run.queue.counters
+    wait_until(lambda: BALLAST <= bytes_in_store() < 3 * BALLAST)  # the newest version, and perhaps the one before
+    counters = run.cluster.counters
+    pids = {pid for x in done if (pid := process_of(x))}
+  assert sorted(x.episode_id for x in done) == list(range(n))
+  assert counts["started"] == counts["finished"] == counts["used"] == n and counts["failed"] == 0
+  assert run.queue.running() == [] and run.failed == []
+  assert counters["engine_restarts"] == 1 and len(pids) == 3
+  for x in done:
+    assert_logps_true(x, PARAMS)
+  assert any(x.mixed_versions for x in done)
+  assert max(x.versions.max() for x in done) == 11
+  assert_gone(pids - {victim})
+
+
+def test_an_engine_that_hangs_is_replaced_and_an_episode_that_kills_its_engines_fails_alone(tmp_path: pathlib.Path):
+  make_engine = functools.partial(cluster_engines.make_engine, deadly_task=2, hung=tmp_path / "hung")
+  with running(make_engine, 12, num_engines=1, max_restarts=3, silence_timeout_s=8.0) as run:
+    done = run.take(11)
+    wait_until(lambda: run.failed)
+  assert_gone({int((tmp_path / "hung").read_text())})
+  assert run.failed == [2]
+  assert sorted(x.episode_id for x in done) == [0, 1, *range(3, 12)]
+  counters = run.cluster.counters
+  assert counters["failed_by_kind"] == {"engine_died": 1} and counters["failed_episodes"] == 1
+  assert counters["engine_restarts"] == 3
+
+
+def error_of(run: Run, kind: type[BaseException]) -> str:
+  run.weights.publish(PARAMS[0], 0)
+  with pytest.raises(kind) as caught:
+    run.cluster.run(run.weights, run.next_request, run.queue.put, threading.Event(), on_failure=run.fail)
+  return str(caught.value)
+
+
+def test_an_exception_in_an_engine_comes_with_its_traceback():
+  text = error_of(Run(cluster_engines.raise_on_creation, 5, num_engines=1), OSError)
+  assert "no accelerator in this machine" in text and "in raise_on_creation" in text
+
+
+def test_an_exception_while_generating_comes_with_its_traceback():
+  run = Run(cluster_engines.make_engine, 5, num_engines=1)
+  run.weights.publish({"no": jnp.zeros(3)}, 0)
+  with pytest.raises(KeyError, match="'id'") as caught:
+    run.cluster.run(run.weights, run.next_request, run.queue.put, threading.Event())
+  assert "in extend" in str(caught.value)
+
+
+def test_engines_that_keep_dying_end_the_run():
+  text = error_of(Run(cluster_engines.die_on_creation, 5, num_engines=1, max_restarts=0), RuntimeError)
+  assert "died 1 times in a row" in text and "max_restarts = 0" in text
+
+
+def test_a_cluster_without_room_says_so():
+  run = Run(cluster_engines.make_engine, 5, num_engines=1, num_cpus=64.0, start_timeout_s=1.5)
+  text = error_of(run, TimeoutError)
+  assert "engine 0 of 1 was not up" in text and "num_cpus = 64.0" in text and "'CPU': 2.0" in text
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"num_engines": -1}, "num_engines must be >= 0; received -1"),
+    ({"resources": {"TPU": -4.0}}, "TPU must be finite and >= 0; received -4"),
+    ({"start_timeout_s": 0.0}, "start_timeout_s must be > 0; received 0"),
+    ({"silence_timeout_s": -1.0}, "silence_timeout_s must be > 0; received -1"),
+    ({"num_engines": 0}, "num_engines must be >= 1 for a cluster; received 0"),
+  ],
+)
+def test_bad_settings_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    Run(cluster_engines.make_engine, 1, **changes)
