@@ -98,7 +98,7 @@ class SharedSource:
   def publish(self, params: Params, version: int) -> None:
     self._source.publish(params, version)
 
-  def next_batch(self, version: int, check: Callable[[], None]) -> list[Trajectory]:
+  def next_batch(self, version: int, check: Callable[[], None] = lambda: None) -> list[Trajectory]:
     return exchange_trajectories(self._placement, self._source.next_batch(version, check))
 
   def counters(self) -> dict[str, int]:

@@ -18,7 +18,6 @@ from sao_jax.config import EnvConfig, RunConfig, comparison, to_json
 from sao_jax.io.workdir import config_differences
 from sao_jax.learner import learner_config
 from sao_jax.rollout import EngineConfig
-from sao_jax.sharding import MeshConfig
 
 BOUNDS = {"eps_low": 0.3, "eps_high": 5.0, "row_length": 512}
 
@@ -44,7 +43,6 @@ def config(**changes: Any) -> RunConfig:
     ({"engine": EngineConfig(max_len=1024)}, "learner.row_length must be at least engine.max_len = 1024"),
     ({"engine": EngineConfig(temperature=0.7)}, "learner.temperature must be engine.temperature = 0.7"),
     ({"seed": -1}, "seed must be in"),
-    ({"mesh": MeshConfig(fsdp=8)}, "mesh must be one device"),
   ],
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:

@@ -24,6 +24,7 @@ from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import OptimizerConfig, learner_config
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig
+from tests.bare_run import bare, busy_domain
 from tests.tiny_domain import VOCABULARY, tiny_domain
 
 TIMES = ("time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds")
@@ -201,6 +202,16 @@ def test_a_signal_saves_and_ends_and_the_next_run_goes_on(tmp_path: pathlib.Path
   assert 2 <= stopped_at < 50
   summary = loop.train(dataclasses.replace(config, num_steps=stopped_at + 1), tiny_domain(), tmp_path)
   assert summary is not None and len(read_metrics(tmp_path)[0]) == stopped_at + 1
+
+
+def test_one_task_is_enough_and_none_is_refused(tmp_path: pathlib.Path) -> None:
+  one = dataclasses.replace(busy_domain(), num_train_tasks=1, num_eval_tasks=1)
+  assert loop.train(bare(num_steps=2, eval_episodes=4), one, tmp_path) is not None
+  rows, evaluations = read_metrics(tmp_path)
+  assert [row["trajectories"] for row in rows] == [16, 16] and [row["eval_n"] for row in evaluations] == [4, 4]
+  for name in ("num_train_tasks", "num_eval_tasks"):
+    with pytest.raises(ValueError, match=f"Domain.{name} must be >= 1; received 0"):
+      loop.train(bare(eval_episodes=4), dataclasses.replace(busy_domain(), **{name: 0}), tmp_path / name)
 
 
 def test_an_engine_that_breaks_surfaces_in_the_loop(tmp_path: pathlib.Path) -> None:

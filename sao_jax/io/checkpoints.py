@@ -8,7 +8,6 @@ import logging
 import os
 import pathlib
 import shutil
-import zlib
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sao_jax import types, version
-from sao_jax.io import processes, trajectory_arrays
+from sao_jax.io import checksums, processes, trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 
 _FORMAT = 1
@@ -265,19 +264,19 @@ class Checkpointer:
 
   def _commit(self, step: int, partial: pathlib.Path, metric: float | None) -> None:
     files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
-    checksums = {path.relative_to(partial).as_posix(): _checksum(path) for path in files}
-    listing = {"metric": metric, "files": checksums}
-    workdir_lib.atomic_write_json(partial / _LISTING, listing | {"crc32": _json_checksum(listing)})
+    sums = {path.relative_to(partial).as_posix(): checksums.of_file(path) for path in files}
+    listing = {"metric": metric, "files": sums}
+    workdir_lib.atomic_write_json(partial / _LISTING, listing | {"crc32": checksums.of_json(listing)})
     partial.rename(self.path(step))
     self._retain()
 
   def _verify(self, step: int) -> dict[str, Any]:
     """Checks every file against the listing; raises one of several errors at the first that is missing or differs."""
     listing: dict[str, Any] = json.loads((self.path(step) / _LISTING).read_bytes())
-    if listing.pop("crc32") != _json_checksum(listing):
+    if listing.pop("crc32") != checksums.of_json(listing):
       raise ValueError(f"the checksum of {_LISTING} itself is wrong")
     for name, recorded in listing["files"].items():
-      if _checksum(self.path(step) / name) != recorded:
+      if checksums.of_file(self.path(step) / name) != recorded:
         raise ValueError(f"size or checksum of {name} is wrong")
     return listing
 
@@ -437,17 +436,3 @@ def _like(leaf: Any, array: Any) -> Any:
   implementation: list[Any] = []  # traced, because `key_impl` takes keys only, and the leaf may be a mere shape
   jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), leaf)
   return jax.random.wrap_key_data(array, impl=implementation[0])
-
-
-def _checksum(path: pathlib.Path) -> list[int]:
-  """Size and CRC-32 of a file."""
-  size = crc = 0
-  with path.open("rb") as file:
-    while block := file.read(1 << 20):
-      size += len(block)
-      crc = zlib.crc32(block, crc)
-  return [size, crc]
-
-
-def _json_checksum(value: Any) -> int:
-  return zlib.crc32(json.dumps(value, sort_keys=True).encode("utf-8"))

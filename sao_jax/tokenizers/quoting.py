@@ -15,7 +15,7 @@ from typing import Any
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 # A mark that a content holds is quoted under a name, for it cannot stand between marks. No escaping changes the names.
 _NAMES: Mapping[str, str] = {_OPEN: "\ue0f2", _CLOSE: "\ue0f3"}
-_MARKS: Mapping[str, str] = {name: mark for mark, name in _NAMES.items()}
+_MARKS: Mapping[str, str] = {"\ue0f2": _OPEN, "\ue0f3": _CLOSE}
 # No mark stands between marks; so a text of nothing but opening ones, from elsewhere, is read in linear time.
 _QUOTED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
 

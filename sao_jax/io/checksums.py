@@ -1,0 +1,23 @@
+"""Checksums that tell a damaged file from a whole one (not a forged one)."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import zlib
+from typing import Any
+
+
+def of_file(path: pathlib.Path) -> list[int]:
+  """Size and CRC-32 of a file."""
+  size = crc = 0
+  with path.open("rb") as file:
+    while block := file.read(1 << 20):
+      size += len(block)
+      crc = zlib.crc32(block, crc)
+  return [size, crc]
+
+
+def of_json(value: Any) -> int:
+  """CRC-32 of a JSON value, whatever the order of its keys."""
+  return zlib.crc32(json.dumps(value, sort_keys=True).encode("utf-8"))
