@@ -12,6 +12,7 @@ from experiments import chaos_run
 from experiments.domains import digits
 from sao_jax import models
 from sao_jax.components import Components
+from sao_jax.processes import check_processes
 
 
 @pytest.fixture
@@ -50,3 +51,17 @@ def test_another_architecture_is_refused(saved):
     pytest.raises(ValueError, match=r"policy must be that of policy_checkpoint, .*rope_theta=10000.0"),
   ):
     parts.init_policy()
+
+
+@pytest.mark.parametrize(
+  ("schedule", "message"),
+  [
+    ("async", "schedule must be sync with 2 processes on CPU devices"),
+    ("lagged", "schedule must be async or sync with 2 processes; received 'lagged'"),
+  ],
+)
+def test_what_several_processes_cannot_do(schedule, message):
+  config = chaos_run.make_config(schedule, num_steps=1)
+  with pytest.raises(ValueError, match=message):
+    check_processes(config, 2)
+  check_processes(config, 1)
