@@ -68,6 +68,7 @@ class Bench:
     record = config_lib.to_json(config)
     self.checkpointer = Checkpointer(workdir, config=record, keep=2, keep_best=1)
     progress = Progress(self.parts)
+    progress.start()
     self.run = Run(self.parts, source, progress, UpdateGuard(self.parts, workdir), self.checkpointer)
     policy = self.parts.init_policy()
     self.state: LearnerState = init_state(config.learner, policy, self.parts.init_critic(policy))

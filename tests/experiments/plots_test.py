@@ -35,11 +35,12 @@ def write_run(workdir, num_steps: int, *, critic: bool = True, more: bool = True
 
 
 def sample(num_turns: int) -> types.Trajectory:
+  """Turns of one action token, each after a token of the environment's."""
   return types.Trajectory(
-    tokens=np.array([1, 2], np.int32), action_mask=np.array([False, True]),
-    behavior_logp=np.array([math.nan, -1.0], np.float32), versions=np.array([-1, 0], np.int32),
-    rewards=np.array([0.0, 1.0], np.float32), ended="terminal", task_index=0, episode_id=0, group_id=0,
-    num_turns=num_turns, success=True,
+    tokens=np.array([1, 2] * num_turns, np.int32), action_mask=np.array([False, True] * num_turns),
+    behavior_logp=np.array([math.nan, -1.0] * num_turns, np.float32),
+    versions=np.array([-1, 0] * num_turns, np.int32), rewards=np.array([0.0, 1.0] * num_turns, np.float32),
+    ended="terminal", task_index=0, episode_id=0, group_id=0, num_turns=num_turns, success=True,
   )  # fmt: skip
 
 
