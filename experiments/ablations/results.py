@@ -1,0 +1,184 @@
+"""From the folders of runs to one CSV, from the CSV to tables and plots."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments import plots
+from experiments.ablations.statistics import Estimate, bootstrap_mean, paired_difference
+from experiments.ablations.suites import Suite, reference_of
+from sao_jax.io import metrics as metrics_io
+
+COLUMNS = (
+  "suite", "arm", "lag", "seed", "step", "success_rate", "eval_success_rate", "eval_n", "staleness_mean",
+  "dis_masked_fraction", "dis_masked_low", "dis_masked_high", "ratio_mean", "approx_kl", "entropy", "policy_grad_norm",
+  "advantage_std", "value_loss", "critic_grad_norm", "explained_variance", "turns_mean", "tokens_mean", "time_s",
+)  # fmt: skip
+"""One row per learner step, and one per evaluation (with `eval_success_rate`); what a row lacks is empty."""
+COLORS = ("#2f6db5", "#d9822b", "#3d9a5f", "#b5492f", "#7a5cb5", "#888888", "#b59a2f", "#4aa6b5", "#b54a8c")
+LAST_SHARE = 0.1
+"""Share of the steps, at the end, over which the training success of the table is averaged."""
+
+Row = Mapping[str, Any]
+
+
+def collect(suite: str, arms: Suite, folder_of: Any, seeds: Sequence[int]) -> list[dict[str, Any]]:
+  """Rows of every run that has ended; `folder_of(arm, seed)` is its folder."""
+  rows = []
+  for arm in arms.arms:
+    for seed in seeds:
+      folder = folder_of(arm, seed)
+      if not (folder / "summary.json").exists():
+        continue
+      steps, evaluations = metrics_io.read_metrics(folder)
+      for found in (*steps, *evaluations):
+        known = {key: found[key] for key in COLUMNS if key in found}
+        rows.append({"suite": suite, "arm": arm.name, "lag": arm.lag, "seed": seed, **known})
+  return rows
+
+
+def write_csv(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
+  """Writes the rows; NaN as `nan`, what is not there as nothing."""
+  with open(path, "w", newline="", encoding="utf-8") as file:
+    writer = csv.DictWriter(file, COLUMNS)
+    writer.writeheader()
+    for row in rows:
+      writer.writerow({key: _short(value) for key, value in row.items()})
+
+
+def read_csv(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Reads what `write_csv` wrote."""
+  with open(path, newline="", encoding="utf-8") as file:
+    return [{key: _parsed(key, text) for key, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def _short(value: Any) -> Any:
+  return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _parsed(key: str, text: str) -> Any:
+  if key in ("suite", "arm"):
+    return text
+  return int(text) if key in ("lag", "seed", "step", "eval_n") else float(text)
+
+
+def final_success(rows: Sequence[Row], arm: str) -> dict[int, float]:
+  """Held-out success after RL, by seed."""
+  ends: dict[int, Row] = {}
+  for row in rows:
+    if row["arm"] == arm and "eval_success_rate" in row and row["step"] >= ends.get(row["seed"], row)["step"]:
+      ends[row["seed"]] = row
+  return {seed: row["eval_success_rate"] for seed, row in ends.items()}
+
+
+def last_mean(rows: Sequence[Row], arm: str, key: str) -> dict[int, float]:
+  """Mean of a metric over the last `LAST_SHARE` of the learner's steps, by seed; NaN steps are left out."""
+  by_seed: dict[int, list[tuple[int, float]]] = {}
+  for row in rows:
+    if row["arm"] == arm and key in row and "eval_success_rate" not in row:
+      by_seed.setdefault(row["seed"], []).append((row["step"], row[key]))
+  means = {}
+  for seed, found in by_seed.items():
+    from_step = max(step for step, _ in found) * (1 - LAST_SHARE)
+    values = [value for step, value in found if step > from_step and math.isfinite(value)]
+    if values:
+      means[seed] = float(np.mean(values))
+  return means
+
+
+def table(suite: Suite, rows: Sequence[Row]) -> str:
+  """Markdown: each arm's mean over seeds with its interval, and the paired difference to SAO's."""
+  lines = [
+    "| arm | seeds | held-out success | minus SAO, paired | training success, last tenth | masked, last tenth |",
+    "|---|---|---|---|---|---|",
+  ]
+  for arm in suite.arms:
+    success = final_success(rows, arm.name)
+    if not success:
+      lines.append(f"| {arm.name} | 0 | | | | |")
+      continue
+    reference = final_success(rows, reference_of(suite, arm).name)
+    same = reference_of(suite, arm) is arm or not set(success) & set(reference)
+    difference = "" if same else f"{paired_difference(success, reference)}"
+    masked = _mean(last_mean(rows, arm.name, "dis_masked_fraction"))
+    lines.append(
+      f"| {arm.name} | {len(success)} | {bootstrap_mean(list(success.values()))} | {difference} | "
+      f"{_mean(last_mean(rows, arm.name, 'success_rate'))} | {masked} |"
+    )
+  return "\n".join(lines) + "\n"
+
+
+def _mean(by_seed: Mapping[int, float]) -> Estimate | str:
+  return bootstrap_mean(list(by_seed.values())) if by_seed else ""
+
+
+def plot(path: str | os.PathLike[str], suite: Suite, rows: Sequence[Row]) -> None:
+  """Draws the suite's curves: mean over seeds as a line, least and greatest as a band, smoothed over steps."""
+  with mpl.rc_context(plots.STYLE):
+    figure = Figure(figsize=(11.0, 3.4 * math.ceil(len(suite.curves) / 2)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(math.ceil(len(suite.curves) / 2), 2).ravel()
+    for axis, metric in zip(axes, suite.curves, strict=True):
+      _draw_curve(axis, suite, rows, metric)
+    axes[0].legend(loc="best", fontsize=7.5)
+    figure.savefig(path)
+
+
+def _draw_curve(axis: Axes, suite: Suite, rows: Sequence[Row], metric: str) -> None:
+  for i, arm in enumerate(suite.arms):
+    by_seed: dict[int, dict[int, float]] = {}
+    for row in rows:
+      if row["arm"] == arm.name and metric in row and "eval_success_rate" not in row:
+        by_seed.setdefault(row["seed"], {})[row["step"]] = row[metric]
+    if not by_seed:
+      continue
+    steps = sorted(set.intersection(*(set(found) for found in by_seed.values())))
+    curves = np.array([_smooth([found[step] for step in steps]) for found in by_seed.values()])
+    color = COLORS[i % len(COLORS)]
+    axis.plot(steps, curves.mean(axis=0), color=color, linewidth=1.6, label=arm.name, linestyle=_dash(i))
+    axis.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.12, linewidth=0)
+  axis.set(title=metric.replace("_", " "), xlabel="learner steps")
+
+
+def _dash(i: int) -> str:
+  return ("-", "--", ":", "-.")[i // len(COLORS) % 4]
+
+
+def _smooth(values: Sequence[float], width: int = 11) -> np.ndarray:
+  """Running mean, over fewer values at the ends."""
+  x = np.asarray(values, np.float64)
+  half = min(width, x.size - 1) // 2  # a kernel longer than the values would lengthen them
+  sums = np.convolve(np.nan_to_num(x), np.ones(2 * half + 1), mode="same")
+  counts = np.convolve(np.isfinite(x).astype(float), np.ones(2 * half + 1), mode="same")
+  return np.where(counts > 0, sums / np.maximum(counts, 1.0), np.nan)
+
+
+def versions() -> str:
+  """What the results were made with."""
+  import jax
+
+  from sao_jax.version import __version__
+
+  return json.dumps({"sao_jax": __version__, "jax": jax.__version__, "device": jax.devices()[0].device_kind})
+
+
+def write_all(folder: pathlib.Path, name: str, suite: Suite, rows: Sequence[Row], command: str) -> None:
+  """Writes `NAME.csv`, `NAME.md` and `NAME.png`; table and plot are made from the CSV as it is read back."""
+  folder.mkdir(parents=True, exist_ok=True)
+  write_csv(folder / f"{name}.csv", rows)
+  rows = read_csv(folder / f"{name}.csv")
+  text = f"# {suite.title}\n\n{table(suite, rows)}\n    {command}\n\n{versions()}\n"
+  (folder / f"{name}.md").write_text(text, encoding="utf-8")
+  plot(folder / f"{name}.png", suite, rows)

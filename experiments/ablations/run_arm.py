@@ -1,0 +1,72 @@
+"""One run of `experiments.ablate` in a process of its own: the start of a seed, or an arm from that start."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pathlib
+from collections.abc import Sequence
+
+import jax
+from absl import app, flags, logging
+
+from experiments.ablations import suites
+from experiments.domains.factory import make_domain
+from sao_jax import loop, models, stages
+from sao_jax.components import Components
+from sao_jax.config import RunConfig
+from sao_jax.io.console import Console
+from sao_jax.progress import Interrupts
+
+
+def base_config(factory: str, *, quick: bool) -> RunConfig:
+  """The run that all arms share: what `module:function` returns."""
+  module, _, function = factory.partition(":")
+  base = getattr(importlib.import_module(module), function)()
+  return suites.quick(base) if quick else base
+
+
+def make_start(base: RunConfig, seed: int, folder: pathlib.Path) -> None:
+  """Warm-starts the seed's policy and saves it as a checkpoint; the last file written says that it is whole."""
+  config = dataclasses.replace(base, seed=seed, num_steps=0, eval_episodes=0)
+  loop.train(config, make_domain(config), folder / "run", run_stages=("warm_start",), console=Console())
+  with Components(config, make_domain(config)) as parts:
+    policy = stages.warm_start(parts, folder / "run", Console(), Interrupts(), run=False)
+  models.save_hf(folder / "policy", config.policy, jax.device_get(policy))
+  (folder / "done").touch()
+
+
+def define_flags() -> None:
+  flags.DEFINE_string("base", None, "module:function of the run that all arms share.", required=True)
+  flags.DEFINE_string("folder", None, "Folder of this run.", required=True)
+  flags.DEFINE_integer("seed", 0, "Seed of this run.")
+  flags.DEFINE_bool("quick", False, "See experiments.ablate.")
+  flags.DEFINE_string("suite", None, "The arm's suite; none: make the seed's start.")
+  flags.DEFINE_string("arm", None, "The arm, by its folder's name.")
+  flags.DEFINE_string("start", None, "Folder of the seed's start.")
+  flags.DEFINE_float("learning_rate", None, "Of the policy; none: the base's.")
+  flags.DEFINE_integer("num_steps", None, "Learner steps; none: the base's.")
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  logging.set_verbosity(logging.WARNING)
+  options = flags.FLAGS
+  folder = pathlib.Path(options.folder)
+  base = base_config(options.base, quick=options.quick)
+  if options.num_steps is not None:
+    base = dataclasses.replace(base, num_steps=options.num_steps)
+  if options.suite is None:
+    make_start(base, options.seed, folder)
+    return
+  arm = suites.find(options.suite, options.arm)
+  start = str(pathlib.Path(options.start) / "policy") if base.warm_start.num_steps else None
+  config = suites.arm_config(base, arm, seed=options.seed, start=start, learning_rate=options.learning_rate)
+  summary = loop.train(config, make_domain(config), folder, console=Console())
+  print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

@@ -1,0 +1,180 @@
+"""The suites of `experiments.ablate`: what each compares, and the config of every arm.
+
+Every arm is the base run with what differs, no more: the same start (one warm-started policy per seed), the same
+tasks in the same order, batch, steps, engine and critic pretraining. Group methods draw `batch_size / GROUP_SIZE`
+prompts of `GROUP_SIZE` rollouts each, so that all arms see equally many trajectories.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from sao_jax.config import CriticConfig, RunConfig, WarmStartConfig
+from sao_jax.learner.algorithms import ALGORITHMS
+
+GROUP_SIZE = 8
+REFERENCE = "SAO"
+"""The arm that the others are compared with, seed by seed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arm:
+  """One way to train."""
+
+  name: str
+  """As tables and plots show it."""
+  algorithm: str = "sao"
+  """A key of `learner.algorithms.ALGORITHMS`."""
+  learner: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Fields of `LearnerConfig`, over the algorithm's."""
+  value_pretraining: bool = True
+  lag: int | None = None
+  """Policy versions by which every batch's weights are old; None: the base run's schedule."""
+
+  @property
+  def slug(self) -> str:
+    """The name of its folder."""
+    return "".join(c if c.isalnum() else "_" for c in self.name.lower()).strip("_")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+  """A comparison."""
+
+  title: str
+  arms: tuple[Arm, ...]
+  curves: tuple[str, ...]
+  """Metrics drawn over the learner's steps, success first."""
+
+
+SAO = Arm(name=REFERENCE)
+# A minibatch's update is what PPO's clipping acts on: with one update per batch every ratio to pi_old is 1.
+_CLIPPED: Mapping[str, Any] = {"policy_minibatches": 4}
+GRPO = Arm(name="GRPO", algorithm="grpo", learner=_CLIPPED)
+GRPO_DIS = Arm(name="GRPO + DIS", algorithm="grpo_dis")
+VAPO = Arm(name="VAPO", algorithm="vapo", learner=_CLIPPED)
+DIS_ONLY = Arm(name="DIS only", algorithm="sao_dis_only")
+RUNNING_MEAN = Arm(name="running mean", algorithm="running_mean")
+MAIN_ARMS = (SAO, DIS_ONLY, GRPO_DIS, GRPO, VAPO, RUNNING_MEAN)
+LAGS = (0, 2, 8, 32)
+
+
+def _lagged(arm: Arm, lag: int) -> Arm:
+  return dataclasses.replace(arm, name=f"{arm.name}, lag {lag}", lag=lag)
+
+
+SUITES: Mapping[str, Suite] = {
+  "main": Suite(
+    title="SAO against its baselines (Table 1, Figure 3)",
+    arms=(
+      *MAIN_ARMS,
+      Arm(name="global running mean", algorithm="global_running_mean"),
+      Arm(name="SPO", algorithm="spo"),
+      Arm(name="REINFORCE", algorithm="reinforce"),
+    ),
+    curves=("success_rate", "entropy", "dis_masked_fraction", "approx_kl"),
+  ),
+  "critic": Suite(
+    title="How the value model is trained (Tables 3 and 4, Figure 4 a and b)",
+    arms=(
+      SAO,
+      Arm(name="K = 1", algorithm="sao_one_update"),
+      Arm(name="all parameters", algorithm="sao_full_critic"),
+      Arm(name="no value pretraining", value_pretraining=False),
+      Arm(name="values before the updates", algorithm="sao_previous_values"),
+      Arm(name="GAE through observations", algorithm="sao_all_tokens"),
+      Arm(name="fixed lambda 0.95", algorithm="sao_fixed_lambda"),
+    ),
+    curves=("success_rate", "explained_variance", "critic_grad_norm", "value_loss"),
+  ),
+  "clipping": Suite(
+    title="DIS against clipping, by policy lag (Figure 4 c)",
+    arms=tuple(
+      _lagged(arm, lag)
+      for lag in (2, 8)
+      for arm in (
+        SAO,
+        Arm(name="PPO clip", algorithm="sao_ppo_clip", learner=_CLIPPED),
+        Arm(name="IcePop", algorithm="sao_icepop", learner=_CLIPPED),
+        Arm(name="truncated IS", algorithm="sao_truncated_is"),
+      )
+    ),
+    curves=("success_rate", "dis_masked_fraction", "entropy", "approx_kl"),
+  ),
+  "granularity": Suite(
+    title="One advantage per token or per turn (Table 5, Figure 6)",
+    arms=(
+      SAO,
+      Arm(name="step level, mean", algorithm="sao_step_mean"),
+      Arm(name="step level, last token", algorithm="sao_step_last"),
+    ),
+    curves=("success_rate", "explained_variance", "advantage_std", "value_loss"),
+  ),
+  "staleness": Suite(
+    title="Who bears how old weights",
+    arms=tuple(_lagged(arm, lag) for lag in LAGS for arm in MAIN_ARMS),
+    curves=("success_rate", "dis_masked_fraction", "entropy", "approx_kl"),
+  ),
+}
+
+
+def reference_of(suite: Suite, arm: Arm) -> Arm:
+  """The arm that `arm` is compared with: SAO, at the same lag where the suite has several."""
+  name = REFERENCE if arm.lag is None else _lagged(SAO, arm.lag).name
+  return next(other for other in suite.arms if other.name == name)
+
+
+def find(suite: str, arm: str) -> Arm:
+  """An arm by its folder's name.
+
+  Raises:
+    ValueError: there is none of this name.
+  """
+  for known in SUITES[suite].arms:
+    if known.slug == arm:
+      return known
+  raise ValueError(f"arm must be one of {', '.join(x.slug for x in SUITES[suite].arms)}; received {arm!r}.")
+
+
+def arm_config(
+  base: RunConfig, arm: Arm, *, seed: int, start: str | None, learning_rate: float | None = None
+) -> RunConfig:
+  """The run of an arm.
+
+  Args:
+    base: what all arms share.
+    arm: what differs.
+    seed: of tasks, sampling and critic.
+    start: the Hugging Face directory of the seed's warm-started policy; None: the base's own start.
+    learning_rate: of the policy, where it was tuned; None: the base's.
+  """
+  fields = dict(ALGORITHMS[arm.algorithm])
+  if arm.learner.get("policy_minibatches", 1) > 1:
+    fields["min_microbatches"] = max(base.learner.min_microbatches, arm.learner["policy_minibatches"])
+  learner = dataclasses.replace(base.learner, **fields, **arm.learner)
+  if learning_rate is not None:
+    optimizer = dataclasses.replace(learner.policy_optimizer, learning_rate=learning_rate)
+    learner = dataclasses.replace(learner, policy_optimizer=optimizer)
+  changes: dict[str, Any] = {"algorithm": arm.algorithm, "learner": learner, "seed": seed}
+  changes["group_size"] = GROUP_SIZE if learner.needs_groups else 1
+  if not arm.value_pretraining:
+    changes["critic"] = dataclasses.replace(base.critic, pretraining_trajectories=0)
+  if arm.lag is not None:
+    changes.update(schedule="lagged", lag=arm.lag, max_staleness=max(arm.lag, base.max_staleness))
+  if start is not None:
+    changes.update(policy_checkpoint=start, warm_start=WarmStartConfig(num_steps=0))
+  return dataclasses.replace(base, **changes)
+
+
+def quick(base: RunConfig) -> RunConfig:
+  """The same in a hundredth of the time: every stage of every arm runs, nothing is learned."""
+  return dataclasses.replace(
+    base,
+    num_steps=4,
+    batch_size=16,
+    eval_episodes=16,
+    warm_start=dataclasses.replace(base.warm_start, num_steps=min(20, base.warm_start.num_steps)),
+    critic=CriticConfig(pretraining_trajectories=16, pretraining_epochs=1),
+  )

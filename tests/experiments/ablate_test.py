@@ -1,0 +1,165 @@
+"""The comparisons: arms that differ in what they say, statistics from their definitions, a suite run for real."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.ablations import results, suites
+from experiments.ablations.statistics import bootstrap_mean, paired_difference
+from experiments.ablations.suites import SUITES, Arm, Suite, arm_config
+from experiments.presets import tool_math_cpu
+from tests.experiments import tiny_base
+
+ALL = [(name, arm) for name, suite in SUITES.items() for arm in suite.arms]
+
+
+@pytest.mark.parametrize(("suite", "arm"), ALL, ids=[f"{suite}-{arm.slug}" for suite, arm in ALL])
+def test_arm_is_the_base_but_for_what_it_names(suite, arm):
+  base = tool_math_cpu.make_config()
+  config = arm_config(base, arm, seed=3, start="policy")
+  assert config.algorithm == arm.algorithm and config.seed == 3 and config.policy_checkpoint == "policy"
+  assert (config.batch_size, config.num_steps, config.engine) == (base.batch_size, base.num_steps, base.engine)
+  assert config.policy == base.policy and config.warm_start.num_steps == 0
+  assert config.learner.policy_optimizer == base.learner.policy_optimizer
+  assert (config.schedule, config.lag) == (base.schedule, 0) if arm.lag is None else ("lagged", arm.lag)
+  assert config.batch_size % config.group_size == 0
+  if arm == suites.SAO:
+    assert config.learner == base.learner
+
+
+def test_names_of_a_suite_differ():
+  for suite in SUITES.values():
+    assert len({arm.slug for arm in suite.arms}) == len({arm.name for arm in suite.arms}) == len(suite.arms)
+
+
+def test_every_suite_compares_with_sao_at_the_same_lag():
+  for name, suite in SUITES.items():
+    for arm in suite.arms:
+      reference = suites.reference_of(suite, arm)
+      assert reference.algorithm == "sao" and not reference.learner and reference.lag == arm.lag, name
+
+
+def test_tuned_learning_rate_and_cold_critic():
+  base = tool_math_cpu.make_config()
+  arm = suites.find("critic", "no_value_pretraining")
+  config = arm_config(base, arm, seed=0, start=None, learning_rate=0.5)
+  assert config.learner.policy_optimizer.learning_rate == 0.5 and config.policy_checkpoint is None
+  assert config.critic.pretraining_trajectories == 0 < base.critic.pretraining_trajectories
+  with pytest.raises(ValueError, match=r"arm must be one of sao, k___1.*received 'nope'"):
+    suites.find("critic", "nope")
+
+
+def test_clipping_arms_have_ratios_to_clip():
+  """With one update per batch pi_old is the policy itself, and clipping does nothing."""
+  for _, arm in ALL:
+    loss = arm_config(tool_math_cpu.make_config(), arm, seed=0, start=None).learner
+    if loss.policy_loss in ("ppo_clip", "icepop"):
+      assert loss.policy_minibatches > 1, arm.name
+
+
+def test_bootstrap_interval_is_that_of_resampled_means():
+  values = [0.1, 0.4, 0.7]
+  # All 27 resamples, equally likely: percentiles of the exact distribution.
+  exact = sorted(np.mean([a, b, c]) for a in values for b in values for c in values)
+  found = bootstrap_mean(values)
+  assert found.mean == pytest.approx(0.4) and found.n == 3
+  assert (found.low, found.high) == (pytest.approx(exact[0]), pytest.approx(exact[-1]))
+  assert bootstrap_mean(values) == found
+  wide = np.random.default_rng(0).normal(size=400)
+  assert np.diff(bootstrap_mean(wide)[1:3]) == pytest.approx(2 * 1.96 * wide.std() / 20, rel=0.05)
+
+
+def test_one_seed_has_no_interval():
+  found = bootstrap_mean([0.5])
+  assert found.mean == 0.5 and math.isnan(found.low) and str(found) == "0.500"
+
+
+@pytest.mark.parametrize("values", [[], [float("nan")], [[1.0]]])
+def test_means_of_nothing_are_refused(values):
+  with pytest.raises(ValueError, match="one or more finite numbers"):
+    bootstrap_mean(values)
+
+
+def test_differences_are_paired_by_seed():
+  found = paired_difference({0: 0.5, 1: 0.9, 7: 0.0}, {0: 0.4, 1: 0.8, 2: 1.0})
+  assert found.n == 2 and found.mean == pytest.approx(0.1) and found.low == pytest.approx(0.1)
+  with pytest.raises(ValueError, match="must share a seed"):
+    paired_difference({0: 1.0}, {1: 1.0})
+
+
+@pytest.fixture
+def rows():
+  """Two arms, two seeds, 20 steps; SAO's success rises to 0.2 + seed / 10."""
+  made = []
+  for arm, bonus in (("SAO", 0.2), ("other", 0.1)):
+    for seed in (0, 1):
+      common = {"suite": "s", "arm": arm, "seed": seed}
+      made += [{**common, "step": step, "success_rate": step / 20, "entropy": 1.5} for step in range(1, 21)]
+      made += [{**common, "step": 0, "eval_success_rate": 0.0, "eval_n": 9}]
+      made += [{**common, "step": 20, "eval_success_rate": bonus + seed / 10, "eval_n": 9}]
+  return made
+
+
+ARMS = Suite(title="T", arms=(suites.SAO, Arm(name="other"), Arm(name="absent")), curves=("success_rate", "entropy"))
+
+
+def test_csv_comes_back(tmp_path, rows):
+  rows.append({"suite": "s", "arm": "SAO", "lag": 2, "seed": 5, "step": 1, "explained_variance": float("nan")})
+  results.write_csv(tmp_path / "x.csv", rows)
+  back = results.read_csv(tmp_path / "x.csv")
+  assert back[:-1] == [{key: pytest.approx(value) for key, value in row.items()} for row in rows[:-1]]
+  assert back[-1]["lag"] == 2 and math.isnan(back[-1]["explained_variance"])
+
+
+def test_table(rows):
+  lines = results.table(ARMS, rows).splitlines()
+  assert "| SAO | 2 | 0.250 (0.200 to 0.300) |  | 0.975 (0.975 to 0.975) |  |" in lines
+  assert "| other | 2 | 0.150 (0.100 to 0.200) | -0.100 (-0.100 to -0.100) | 0.975 (0.975 to 0.975) |  |" in lines
+  assert "| absent | 0 | | | | |" in lines
+
+
+def test_last_mean_leaves_nan_out(rows):
+  rows.append({"arm": "SAO", "seed": 0, "step": 20, "entropy": float("nan")})
+  assert results.last_mean(rows, "SAO", "entropy") == {0: 1.5, 1: 1.5}
+
+
+@pytest.mark.timeout(600)
+def test_a_suite_from_start_to_table(tmp_path):
+  """The command as a user gives it, twice: the second time nothing is run again."""
+  command = [
+    sys.executable, "-m", "experiments.ablate", "--suite=granularity", "--seeds=1", "--quick", f"--workdir={tmp_path}",
+    "--base=tests.experiments.tiny_base:make_config",
+  ]  # fmt: skip
+  first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+  assert first.returncode == 0, first.stdout + first.stderr
+  assert first.stdout.count("done ") == 4  # the start and three arms
+  rows = results.read_csv(tmp_path / "granularity.csv")
+  base = suites.quick(tiny_base.make_config())
+  for arm in SUITES["granularity"].arms:
+    mine = [row for row in rows if row["arm"] == arm.name]
+    assert [row["step"] for row in mine if "success_rate" in row] == list(range(1, base.num_steps + 1))
+    assert [row["step"] for row in mine if "eval_success_rate" in row] == [0, base.num_steps]
+    config = json.loads((tmp_path / "granularity" / arm.slug / "seed0" / "config.json").read_bytes())
+    assert config["algorithm"] == arm.algorithm
+  # All arms began with the same policy: the evaluation before RL is the same.
+  assert len({row["eval_success_rate"] for row in rows if row["step"] == 0}) == 1
+  assert (tmp_path / "granularity.png").stat().st_size > 10_000
+  assert "| step level, mean | 1 |" in (tmp_path / "granularity.md").read_text()
+  second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+  assert second.returncode == 0 and "done " not in second.stdout
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 40])
+def test_smoothing_keeps_length_and_means(size):
+  values = np.random.default_rng(size).normal(size=size)
+  values[size // 2] = np.nan if size > 2 else values[size // 2]
+  smooth = results._smooth(values)
+  half = min(11, size - 1) // 2
+  want = [np.nanmean(values[max(0, i - half) : i + half + 1]) for i in range(size)]
+  np.testing.assert_allclose(smooth, want)
