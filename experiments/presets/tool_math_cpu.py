@@ -1,8 +1,8 @@
 """The main job on two CPU cores: math problems solved by calling a Python tool over several turns.
 
 Measured on two cores (2026-11-29), seed 0: 335 s in all (warm start 157, value pretraining 14, RL 159, evaluation 5),
-held-out success from 0.348 to 0.809. Seeds 1 and 2 went from 0.289 to 0.607 and from 0.244 to 0.611; they ran at the
-same time on the same two cores, beside other work and with engine.env_workers=2, in 943 and 951 s.
+held-out success from 0.348 to 0.809. Seed 1: 299 s, from 0.281 to 0.613. Seed 2 went from 0.244 to
+0.611; it ran beside another run and other work, with engine.env_workers=2, in 951 s.
 
 `experiments/presets/tool_math_cpu.py:quick` is the same in about a minute and a half: every stage, too short to learn.
 """
