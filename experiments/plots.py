@@ -229,11 +229,11 @@ def _line(axes: Axes, rows: Rows, key: str, color: str, label: str | None = None
     axes.plot(steps, values, color=color, linewidth=1.6, marker="o", markersize=3, label=label)
     return True
   axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
-  axes.plot(steps, _running_mean(values, window), color=color, linewidth=1.8, label=label)
+  axes.plot(steps, running_mean(values, window), color=color, linewidth=1.8, label=label)
   return True
 
 
-def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
   """Mean of the numbers in a centred window; NaN where there is none. Windows are cut off at the ends."""
   valid = ~np.isnan(values)
   kernel = np.ones(window)

@@ -157,12 +157,10 @@ def _dash(i: int) -> str:
 
 
 def _smooth(values: Sequence[float], width: int = 11) -> np.ndarray:
-  """Running mean, over fewer values at the ends."""
+  """Running mean of the finite values, over fewer of them at the ends."""
   x = np.asarray(values, np.float64)
-  half = min(width, x.size - 1) // 2  # a kernel longer than the values would lengthen them
-  sums = np.convolve(np.nan_to_num(x), np.ones(2 * half + 1), mode="same")
-  counts = np.convolve(np.isfinite(x).astype(float), np.ones(2 * half + 1), mode="same")
-  return np.where(counts > 0, sums / np.maximum(counts, 1.0), np.nan)
+  half = min(width, x.size - 1) // 2  # a window longer than the values would lengthen them
+  return plots.running_mean(np.where(np.isfinite(x), x, np.nan), 2 * half + 1)
 
 
 def versions() -> str:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent import futures
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,30 @@ def flops_per_token(config: ModelConfig, length: float) -> float:
   per_layer = config.hidden_size * (2 * heads + 2 * key_value_heads + 3 * config.intermediate_size)
   dense = config.num_layers * per_layer + config.hidden_size * config.vocab_size
   return 2.0 * dense + 4.0 * config.num_layers * heads * length
+
+
+def tunix_model() -> Any:
+  """`MODEL` as Tunix's Qwen3, with random weights.
+
+  Raises:
+    ImportError: google-tunix is not installed.
+  """
+  from flax import nnx
+  from tunix.models.qwen3 import model as tunix_qwen3
+
+  config = tunix_qwen3.ModelConfig(
+    num_layers=MODEL.num_layers,
+    vocab_size=MODEL.vocab_size,
+    embed_dim=MODEL.hidden_size,
+    hidden_dim=MODEL.intermediate_size,
+    num_heads=MODEL.num_heads,
+    head_dim=MODEL.head_dim,
+    num_kv_heads=MODEL.num_kv_heads,
+    rope_theta=int(MODEL.rope_theta),
+    norm_eps=MODEL.norm_eps,
+    use_tied_embedding=MODEL.tie_word_embeddings,
+  )
+  return tunix_qwen3.Qwen3(config, rngs=nnx.Rngs(0))
 
 
 def matmul_gflops(size: int = 1024, seconds: float = 0.3) -> float:

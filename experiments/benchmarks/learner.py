@@ -90,28 +90,12 @@ def tunix() -> Callable[[TokenBatch], Any] | None:
   """`f(batch)` for rows without padding: Tunix's log-probs and PPO loss, and their gradient; None if not installed."""
   try:
     from flax import nnx
-    from tunix.models.qwen3 import model as tunix_qwen3
     from tunix.rl import common
+
+    graph, weights = nnx.split(decoding.tunix_model())
   except ImportError as error:
     print(f"google-tunix is not compared: {error}")
     return None
-  config = decoding.MODEL
-  model = tunix_qwen3.Qwen3(
-    tunix_qwen3.ModelConfig(
-      num_layers=config.num_layers,
-      vocab_size=config.vocab_size,
-      embed_dim=config.hidden_size,
-      hidden_dim=config.intermediate_size,
-      num_heads=config.num_heads,
-      head_dim=config.head_dim,
-      num_kv_heads=config.num_kv_heads,
-      rope_theta=int(config.rope_theta),
-      norm_eps=config.norm_eps,
-      use_tied_embedding=config.tie_word_embeddings,
-    ),
-    rngs=nnx.Rngs(0),
-  )
-  graph, weights = nnx.split(model)
 
   @jax.jit
   def gradient(weights: Any, tokens: jax.Array) -> Any:
@@ -119,7 +103,7 @@ def tunix() -> Callable[[TokenBatch], Any] | None:
 
     def loss(weights: Any) -> jax.Array:
       logp = common.compute_per_token_logps(
-        graph, weights, prompt, completion, pad_id=0, eos_id=config.vocab_size + 1, stop_gradient=False
+        graph, weights, prompt, completion, pad_id=0, eos_id=decoding.MODEL.vocab_size + 1, stop_gradient=False
       )
       ratio = jnp.exp(logp - jax.lax.stop_gradient(logp))
       return -jnp.mean(jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.28)))

@@ -52,28 +52,13 @@ class _NumberTokenizer:
 def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
   """`f(seed)` -> number of tokens that Tunix's sampler returned; None where Tunix is not installed."""
   try:
-    from flax import nnx
     from tunix.generate import sampler as tunix_sampler
-    from tunix.models.qwen3 import model as tunix_qwen3
+
+    model = decoding.tunix_model()
   except ImportError as error:
     print(f"google-tunix is not compared: {error}")
     return None
   config = decoding.MODEL
-  model = tunix_qwen3.Qwen3(
-    tunix_qwen3.ModelConfig(
-      num_layers=config.num_layers,
-      vocab_size=config.vocab_size,
-      embed_dim=config.hidden_size,
-      hidden_dim=config.intermediate_size,
-      num_heads=config.num_heads,
-      head_dim=config.head_dim,
-      num_kv_heads=config.num_kv_heads,
-      rope_theta=int(config.rope_theta),
-      norm_eps=config.norm_eps,
-      use_tied_embedding=config.tie_word_embeddings,
-    ),
-    rngs=nnx.Rngs(0),
-  )
   length = decoding.PROMPT_TOKENS + new_tokens
   sampler = tunix_sampler.Sampler(
     model,

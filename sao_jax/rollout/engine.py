@@ -24,10 +24,11 @@ ParamsFor = Callable[[int], tuple[Params, int]]
 
 _IDLE_WAIT_S = 0.02
 # Domains of sampling noise: keys of different kinds of calls never meet.
-_SEEDED, _COUNTED, _RUN = range(3)
+SEEDED, COUNTED, RUN = range(3)
 
 
-def _newest(store: WeightStore) -> ParamsFor:
+def newest(store: WeightStore) -> ParamsFor:
+  """A store's newest weights, whatever the number of chunks."""
   return lambda _: store.latest()
 
 
@@ -103,13 +104,13 @@ class Engine:
         the call, so that repeated calls differ.
       on_failure: told of each request that failed (it yields nothing).
     """
-    key = self._call_key(_COUNTED, None) if seed is None else self._call_key(_SEEDED, seed)
+    key = self._call_key(COUNTED, None) if seed is None else self._call_key(SEEDED, seed)
     source = iter(requests)
 
     def next_request() -> EpisodeRequest | None:
       return next(source, None)
 
-    params_for = _newest(weights) if isinstance(weights, WeightStore) else weights
+    params_for = newest(weights) if isinstance(weights, WeightStore) else weights
     return self._drive(params_for, next_request, key, on_failure, stop=None)
 
   def run(
@@ -130,8 +131,8 @@ class Engine:
       stop: ends the loop; unfinished episodes are discarded.
       on_failure: told of each request that failed.
     """
-    key = self._call_key(_RUN, None)
-    for trajectory in self._drive(_newest(weights), next_request, key, on_failure, stop=stop):
+    key = self._call_key(RUN, None)
+    for trajectory in self._drive(newest(weights), next_request, key, on_failure, stop=stop):
       emit(trajectory)
 
   def cut(self, request: EpisodeRequest) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sao_jax.rollout.config import EngineConfig
-from sao_jax.rollout.engine import ParamsFor
+from sao_jax.rollout.engine import COUNTED, RUN, SEEDED, ParamsFor, newest
 from sao_jax.rollout.environments import EnvironmentHolder
 from sao_jax.rollout.episodes import Episode, EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.failures import FailureLog
@@ -34,7 +34,6 @@ _POLL_S = 0.02
 _CLOSE_S = 10.0
 _KEPT_VERSIONS = 2
 """Folders of weights that stay: the newest, which a restarted server is given, and the one it may still be reading."""
-_SEEDED, _COUNTED, _RUN = range(3)
 
 
 class RemoteEngine:
@@ -110,9 +109,9 @@ class RemoteEngine:
     on_failure: Callable[[EpisodeRequest], None] | None = None,
   ) -> Iterator[Trajectory]:
     """As `Engine.generate`. A function `weights` is called with 0: what a server decodes is not counted in chunks."""
-    call = self._call(_COUNTED) if seed is None else (_SEEDED, seed)
+    call = self._call(COUNTED) if seed is None else (SEEDED, seed)
     source = iter(requests)
-    params_for = _newest(weights) if isinstance(weights, WeightStore) else weights
+    params_for = newest(weights) if isinstance(weights, WeightStore) else weights
     return self._drive(params_for, lambda: next(source, None), call, on_failure, stop=None)
 
   def run(
@@ -125,7 +124,7 @@ class RemoteEngine:
     on_failure: Callable[[EpisodeRequest], None] | None = None,
   ) -> None:
     """As `Engine.run`."""
-    for trajectory in self._drive(_newest(weights), next_request, self._call(_RUN), on_failure, stop=stop):
+    for trajectory in self._drive(newest(weights), next_request, self._call(RUN), on_failure, stop=stop):
       emit(trajectory)
 
   @property
@@ -305,10 +304,6 @@ class RemoteEngine:
   def _give_up(self, holder: EnvironmentHolder, task: Task) -> None:
     if self._workers.abandon(task):
       self._given_up.add(holder)
-
-
-def _newest(store: WeightStore) -> ParamsFor:
-  return lambda _: store.latest()
 
 
 class _BusyClock:

@@ -72,4 +72,4 @@ def test_nothing_to_plot_is_an_error(tmp_path):
 
 def test_running_mean_skips_missing_numbers():
   values = np.array([1.0, math.nan, 3.0, 5.0])
-  np.testing.assert_allclose(plots._running_mean(values, 3), [1.0, 2.0, 4.0, 4.0])
+  np.testing.assert_allclose(plots.running_mean(values, 3), [1.0, 2.0, 4.0, 4.0])

@@ -79,10 +79,11 @@ def test_environment_and_host_files_are_out_of_reach(patient_tool: PythonTool, t
   os.environ["SAO_JAX_SECRET"] = "token-in-the-environment"
   secret = tmp_path / "secret.txt"
   secret.write_text("content-of-the-file")
+  bashrc = os.path.expanduser("~/.bashrc")
   code = f"""
 import glob, os
 print(dict(os.environ))
-for path in ['{secret}', '/etc/passwd', '/etc/shadow', '/etc/hostname', '/root/.bashrc', '{os.path.abspath(__file__)}']:
+for path in ['{secret}', '/etc/passwd', '/etc/shadow', '/etc/hostname', '{bashrc}', '{os.path.abspath(__file__)}']:
   try: print('READ', path, open(path).read())
   except OSError as error: print(path, error.strerror)
 for path in glob.glob('/proc/[0-9]*/environ') + glob.glob('/proc/*/cmdline'):
