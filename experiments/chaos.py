@@ -40,9 +40,7 @@ from sao_jax.io.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACES = ("time", "checkpoint", "publication")
-TIMES = frozenset(
-  {"time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds"}
-)
+TIMES = frozenset({"time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds"})
 """Metrics that are measured in seconds: the only ones that a killed run may differ in."""
 
 

@@ -123,9 +123,7 @@ def report_resident(model: ModelConfig, learner: LearnerConfig, mesh: Mesh) -> N
   )
 
 
-def report_program(
-  name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload
-) -> None:
+def report_program(name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload) -> None:
   start = time.monotonic()
   limit = _HBM_GB.get((_TOPOLOGY.value or "").split(":")[0])
   try:
@@ -147,9 +145,7 @@ def report_program(
     print(f"  {kind:<20}{traffic.count:>8} x  {readable(traffic.bytes):>12} in all")
 
 
-def compile_at_depth(
-  lower: Callable[[ModelConfig], jax.stages.Lowered], model: ModelConfig
-) -> tuple[aot.Program, str]:
+def compile_at_depth(lower: Callable[[ModelConfig], jax.stages.Lowered], model: ModelConfig) -> tuple[aot.Program, str]:
   """Compiles all layers, or two depths that hold a dense and some sparse layers and extrapolates."""
   if _EXACT.value or model.num_layers <= _EXACT_UP_TO:
     return aot.compile_program(lower(model)), f"{model.num_layers} layers compiled"
@@ -161,9 +157,7 @@ def compile_at_depth(
   return programs[1].extrapolate(programs[0], steps), how
 
 
-def _lower(
-  name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload
-) -> jax.stages.Lowered:
+def _lower(name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload) -> jax.stages.Lowered:
   if name == "policy":
     return aot.lower_policy_step(model, learner, mesh, load)
   if name == "critic":

@@ -32,7 +32,9 @@ _WORKDIR = flags.DEFINE_string(
   "workdir", None, "Folder of the run; one that holds a run goes on. Default: a dated folder under runs/."
 )
 _STAGE = flags.DEFINE_enum(
-  "stage", "all", ["all", *config_lib.STAGES],
+  "stage",
+  "all",
+  ["all", *config_lib.STAGES],
   "Run this stage only (what it builds on must be in the workdir), or all of them.",
 )
 

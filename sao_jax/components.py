@@ -54,9 +54,7 @@ class Components:
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
       self.value_apply = self.placement.hold(models.value_apply(config.policy))
-    self.update = self.placement.step(
-      make_update_step(config.learner, self.policy_apply, self.value_apply, jit=False)
-    )
+    self.update = self.placement.step(make_update_step(config.learner, self.policy_apply, self.value_apply, jit=False))
     self.baselines = make_baselines(config.learner)
     self.engine: RolloutEngine
     if config.remote.url is None:
@@ -202,4 +200,3 @@ def _remote_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
     config=config.engine,
     seed=config.seed,
   )
-

@@ -153,18 +153,24 @@ class RunConfig:
     self._check_algorithm()
     self._check_schedule()
     _require(
-      self.learner.row_length >= self.engine.max_len, "learner.row_length", self.learner.row_length,
+      self.learner.row_length >= self.engine.max_len,
+      "learner.row_length",
+      self.learner.row_length,
       f"at least engine.max_len = {self.engine.max_len}: a trajectory lies in one row",
     )
     _require(
-      self.learner.temperature == self.engine.temperature, "learner.temperature", self.learner.temperature,
+      self.learner.temperature == self.engine.temperature,
+      "learner.temperature",
+      self.learner.temperature,
       f"engine.temperature = {self.engine.temperature}: both sides score the distribution that was sampled from",
     )
 
   def _check_algorithm(self) -> None:
     for name, value in algorithms.ALGORITHMS[self.algorithm].items():
       _require(
-        getattr(self.learner, name) == value, f"learner.{name}", getattr(self.learner, name),
+        getattr(self.learner, name) == value,
+        f"learner.{name}",
+        getattr(self.learner, name),
         f"{value!r} with algorithm={self.algorithm!r}",
       )
     with_it = f"with algorithm={self.algorithm!r}"

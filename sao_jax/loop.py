@@ -242,8 +242,13 @@ def _evaluate(
     result = evaluation.evaluate(parts.rollouts, parts.domain, weights, num_episodes=n, version=step)
     bar.advance(note=f"success {result.success_rate:.3f}")
   records.evaluation(
-    step, success_rate=result.success_rate, n=n, eval_low=result.low, eval_high=result.high,
-    eval_turns_mean=result.turns_mean, eval_seconds=time.monotonic() - began,
+    step,
+    success_rate=result.success_rate,
+    n=n,
+    eval_low=result.low,
+    eval_high=result.high,
+    eval_turns_mean=result.turns_mean,
+    eval_seconds=time.monotonic() - began,
   )
 
 

@@ -191,5 +191,3 @@ def make_run_mesh(config: sharding.MeshConfig) -> Mesh:
   if jax.process_count() > 1 or wanted > len(devices):
     return sharding.make_mesh(config)  # which says what does not fit
   return sharding.make_mesh(config, devices[:wanted])
-
-

@@ -61,9 +61,7 @@ class SharedRollouts:
     self._engine = engine
     self._placement = placement
 
-  def generate(
-    self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int
-  ) -> Iterator[Trajectory]:
+  def generate(self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int) -> Iterator[Trajectory]:
     """`Engine.generate`; with several processes all of them must call it with the same requests and seed."""
     index, count = jax.process_index(), jax.process_count()
     done = self._engine.generate(weights, itertools.islice(requests, index, None, count), seed=seed)

@@ -230,4 +230,3 @@ def _partial(workdir: pathlib.Path) -> pathlib.Path:
 def _require_run(run: bool, stage: str, workdir: pathlib.Path) -> None:
   if not run:
     raise ValueError(f"stage {stage} has no result in {workdir} yet; run it first (--stage={stage}, or --stage=all).")
-

@@ -40,9 +40,7 @@ class PolicyOutput(NamedTuple):
 class PolicyApply(Protocol):
   """A policy as the learner sees it."""
 
-  def __call__(
-    self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
-  ) -> PolicyOutput:
+  def __call__(self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> PolicyOutput:
     """Maps packed rows to hidden states.
 
     Args:
@@ -57,9 +55,7 @@ class PolicyApply(Protocol):
 class ValueApply(Protocol):
   """A value model as the learner sees it."""
 
-  def __call__(
-    self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
-  ) -> jax.Array:
+  def __call__(self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Returns `[B, T]` float32: at index `t` the value of the state AFTER `tokens[t]` (one ahead, like the policy)."""
     ...
 
@@ -222,7 +218,10 @@ class Trajectory:
   def __post_init__(self) -> None:
     length = self.tokens.shape[0] if self.tokens.ndim == 1 else -1
     expected = {
-      "tokens": np.int32, "action_mask": np.bool_, "behavior_logp": np.float32, "versions": np.int32,
+      "tokens": np.int32,
+      "action_mask": np.bool_,
+      "behavior_logp": np.float32,
+      "versions": np.int32,
       "rewards": np.float32,
     }
     for name, dtype in expected.items():

@@ -34,8 +34,14 @@ def test_a_run_with_two_engines(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     algorithm="reinforce",  # no critic: the quickest to compile
     learner=learner_config("reinforce", eps_low=0.3, eps_high=5.0, **LEARNER),
     policy=ModelConfig(
-      model_type="llama", vocab_size=len(VOCABULARY), hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1,
-      head_dim=16, intermediate_size=16,
+      model_type="llama",
+      vocab_size=len(VOCABULARY),
+      hidden_size=16,
+      num_layers=1,
+      num_heads=1,
+      num_kv_heads=1,
+      head_dim=16,
+      intermediate_size=16,
     ),
     engine=dataclasses.replace(tiny_config().engine, env_workers=4, env_timeout_s=30.0),
     cluster=ClusterConfig(num_engines=2, num_cpus=0.5, address="local"),

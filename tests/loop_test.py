@@ -44,15 +44,33 @@ def tiny_config(**changes: Any) -> RunConfig:
     "batch_size": 16,
     "eval_episodes": 20,
     "policy": ModelConfig(
-      model_type="qwen3_moe", vocab_size=len(VOCABULARY), hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1,
-      head_dim=8, intermediate_size=32, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, init_std=0.25,
+      model_type="qwen3_moe",
+      vocab_size=len(VOCABULARY),
+      hidden_size=16,
+      num_layers=2,
+      num_heads=2,
+      num_kv_heads=1,
+      head_dim=8,
+      intermediate_size=32,
+      num_experts=2,
+      num_experts_per_tok=1,
+      moe_intermediate_size=16,
+      init_std=0.25,
     ),
     "warm_start": WarmStartConfig(num_steps=30, batch_size=32, optimizer=OptimizerConfig(learning_rate=1e-2)),
     "critic": CriticConfig(pretraining_trajectories=32, pretraining_epochs=1),
     "learner": learner_config("sao", eps_low=0.3, eps_high=5.0, **LEARNER),
     "engine": EngineConfig(
-      num_slots=8, max_len=32, max_action_tokens=6, max_turns=4, chunk_steps=4, prefill_rows=(8,), prefill_tokens=(4,),
-      env_workers=0, live_buckets=(32,), env_timeout_s=None,
+      num_slots=8,
+      max_len=32,
+      max_action_tokens=6,
+      max_turns=4,
+      chunk_steps=4,
+      prefill_rows=(8,),
+      prefill_tokens=(4,),
+      env_workers=0,
+      live_buckets=(32,),
+      env_timeout_s=None,
     ),
     "checkpoint": CheckpointConfig(every_steps=2),
   }
@@ -90,9 +108,10 @@ def without_times(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def final_params(config: RunConfig, workdir: pathlib.Path) -> Any:
-  with Components(config, tiny_domain()) as parts, Checkpointer(
-    workdir, config=to_json(config), read_only=True, may_differ=MAY_DIFFER
-  ) as checkpointer:
+  with (
+    Components(config, tiny_domain()) as parts,
+    Checkpointer(workdir, config=to_json(config), read_only=True, may_differ=MAY_DIFFER) as checkpointer,
+  ):
     restored = checkpointer.restore(loop.checkpoint_template(parts))
   assert restored is not None and restored.step == config.num_steps
   return jax.tree.map(np.asarray, restored.state["learner"])
@@ -226,4 +245,3 @@ def test_an_engine_that_breaks_surfaces_in_the_loop(tmp_path: pathlib.Path) -> N
   )
   with pytest.raises((OSError, RuntimeError)):
     loop.train(config, dataclasses.replace(domain, make_env=broken), tmp_path)
-

@@ -176,5 +176,3 @@ def test_handlers_are_put_back_and_check_raises_only_after_a_signal() -> None:
       raise AssertionError("the signal came too late")
   assert interrupts.requested and ran
   assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-

@@ -141,7 +141,10 @@ def raw_decoder(
     rows = [PrefillRow(s, 0, prompts[s, :-1], int(prompts[s, -1]), new_tokens, True, s) for s in range(slots)]
     for lane in range(lanes):
       sampler.prefill(
-        params, rows[lane::lanes], num_rows=slots // lanes, width=PROMPT_TOKENS,
+        params,
+        rows[lane::lanes],
+        num_rows=slots // lanes,
+        width=PROMPT_TOKENS,
         live_len=bucket(live_buckets, PROMPT_TOKENS),
       )
     chunks = []

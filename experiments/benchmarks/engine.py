@@ -100,7 +100,11 @@ def run(
     num_lanes=lanes,
   )
   raw = decoding.raw_decoder(
-    params, slots=slots, new_tokens=_SAMPLER_TOKENS, chunk_steps=chunk_steps, live_buckets=config.live_buckets,
+    params,
+    slots=slots,
+    new_tokens=_SAMPLER_TOKENS,
+    chunk_steps=chunk_steps,
+    live_buckets=config.live_buckets,
     lanes=config.num_lanes,
   )
   raw(0)  # compiles

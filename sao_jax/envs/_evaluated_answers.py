@@ -16,10 +16,31 @@ from typing import Any
 LITERAL_TASKS = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"})
 """Their scorers call `eval` to read a list."""
 
-_FUNCTIONS = frozenset((
-  "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
-  "log", "ln", "exp", "sqrt", "Abs", "pi",
-))
+_FUNCTIONS = frozenset(
+  (
+    "sin",
+    "cos",
+    "tan",
+    "sec",
+    "csc",
+    "cot",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "log",
+    "ln",
+    "exp",
+    "sqrt",
+    "Abs",
+    "pi",
+  )
+)
 _FORMULA = re.compile(r"(?>\d+(?:\.\d*)?|[A-Za-z]+|\*\*|[-+*/()\s])*+")
 _REFUSED = re.compile(r"\d{10}|\d[A-Za-z]|\b[A-Za-z]\s*\(")
 """Long numbers, numbers like 1e9, calls of what has one letter."""
@@ -63,8 +84,11 @@ def is_formula(text: str) -> bool:
 
 
 FORMS: Mapping[str, Callable[[str], bool]] = {
-  "simple_integration": is_formula, "intermediate_integration": is_formula, "polynomial_multiplication": is_formula,
-  "puzzle24": is_arithmetic, "countdown": is_arithmetic,
+  "simple_integration": is_formula,
+  "intermediate_integration": is_formula,
+  "polynomial_multiplication": is_formula,
+  "puzzle24": is_arithmetic,
+  "countdown": is_arithmetic,
 }
 """Tasks whose scorers call `parse_expr`, and what they may be given."""
 

@@ -69,7 +69,10 @@ class Coding:
       passed = passes_hidden_tests(self._tool, self._files, task.entry_point, task.hidden_test)
       return Step(reward=float(passed), done=True, info={"success": passed, "bug": self._task.bug})
     commands: dict[str, Callable[[str], str]] = {
-      "list": self._list, "read": self._read, "search": self._search, "test": self._test,
+      "list": self._list,
+      "read": self._read,
+      "search": self._search,
+      "test": self._test,
     }
     if name == "edit":
       answer = self._edit(argument.strip(), rest)
@@ -105,7 +108,8 @@ class Coding:
     found = [
       f"{path}:{number}: {line}\n"
       for path, text in sorted(self._files.items())
-      for number, line in enumerate(text.splitlines(), 1) if argument in line
+      for number, line in enumerate(text.splitlines(), 1)
+      if argument in line
     ]
     return "".join(found) or "not found\n"
 

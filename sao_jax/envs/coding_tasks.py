@@ -22,11 +22,21 @@ from sao_jax.envs.code_judge import passes_hidden_tests, run_test
 from sao_jax.envs.tools import PythonTool
 
 _COMPARISONS: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
-  ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-  ast.In: ast.NotIn, ast.NotIn: ast.In,
+  ast.Lt: ast.LtE,
+  ast.LtE: ast.Lt,
+  ast.Gt: ast.GtE,
+  ast.GtE: ast.Gt,
+  ast.Eq: ast.NotEq,
+  ast.NotEq: ast.Eq,
+  ast.In: ast.NotIn,
+  ast.NotIn: ast.In,
 }
 _OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
-  ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
+  ast.Add: ast.Sub,
+  ast.Sub: ast.Add,
+  ast.Mult: ast.Add,
+  ast.FloorDiv: ast.Mult,
+  ast.Div: ast.Mult,
   ast.Mod: ast.FloorDiv,
 }
 
@@ -175,9 +185,14 @@ def make_task(problem: Mapping[str, Any], tool: PythonTool, *, seed: int, trials
       visible = [asserts[failing[0]]] + [one for i, one in enumerate(asserts[:2]) if i != failing[0]]
       test = load + "\n".join(visible) + "\n"
       return CodingTask(
-        name=f"{problem['task_id']}:{seed}", statement=f"`{entry}` in solution.py does not do what its docstring says.",
-        files={"solution.py": wrong, "test_solution.py": test}, test=test, entry_point=entry_point, hidden_test=hidden,
-        bug=kind, solution={"solution.py": right},
+        name=f"{problem['task_id']}:{seed}",
+        statement=f"`{entry}` in solution.py does not do what its docstring says.",
+        files={"solution.py": wrong, "test_solution.py": test},
+        test=test,
+        entry_point=entry_point,
+        hidden_test=hidden,
+        bug=kind,
+        solution={"solution.py": right},
       )
   return None
 

@@ -123,8 +123,13 @@ def _corrected(script: _Script) -> None:
 
 
 _STRATEGIES: Mapping[str, Callable[[_Script], None]] = {
-  "direct": _direct, "whole": _whole, "steps": _steps, "early_stop": _early_stop, "left_to_right": _left_to_right,
-  "wrong_operation": _wrong_operation, "corrected": _corrected,
+  "direct": _direct,
+  "whole": _whole,
+  "steps": _steps,
+  "early_stop": _early_stop,
+  "left_to_right": _left_to_right,
+  "wrong_operation": _wrong_operation,
+  "corrected": _corrected,
 }
 
 

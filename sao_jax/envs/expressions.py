@@ -28,7 +28,11 @@ class Negation:
 
 
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {
-  "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "//": lambda a, b: a // b, "gcd": math.gcd,
+  "+": lambda a, b: a + b,
+  "-": lambda a, b: a - b,
+  "*": lambda a, b: a * b,
+  "//": lambda a, b: a // b,
+  "gcd": math.gcd,
 }
 _AST_OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
 

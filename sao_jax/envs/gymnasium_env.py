@@ -84,7 +84,9 @@ class Gymnasium(TextGame):
       return Reply(text=f"error: the actions are {', '.join(self.actions)}.")
     observation, reward, terminated, truncated, _ = self._env.step(self.actions.index(name))
     return Reply(
-      text=self._describe(observation), reward=float(reward), done=bool(terminated or truncated),
+      text=self._describe(observation),
+      reward=float(reward),
+      done=bool(terminated or truncated),
       truncated=bool(truncated and not terminated),
     )
 

@@ -82,8 +82,12 @@ class ToolMath(base.Environment):
     problem = self._problem
     assert problem is not None
     info: dict[str, Any] = {
-      "success": success, "task": problem.task, "num_operations": problem.num_operations, "turns": self._turns,
-      "tool_calls": self._calls, "tool_errors": self._errors,
+      "success": success,
+      "task": problem.task,
+      "num_operations": problem.num_operations,
+      "turns": self._turns,
+      "tool_calls": self._calls,
+      "tool_errors": self._errors,
     }
     self._end_episode()
     return base.Step(reward=float(success), done=True, truncated=truncated, info=info)

@@ -116,10 +116,19 @@ class ToolMathConfig:
 
   def __post_init__(self) -> None:
     for name, low, high in (
-      ("min_digits", 1, 6), ("max_digits", self.min_digits, 6), ("arithmetic_max_terms", 2, 6),
-      ("chain_max_terms", 2, 8), ("equation_max_value", 10, 100_000), ("lcm_max_value", 10, 100_000),
-      ("train_size", 1, 2**24), ("eval_size", 1, 100_000), ("problem_seed", 0, 2**32 - 1), ("max_turns", 1, 1_000),
-      ("max_output_chars", 8, 100_000), ("success_threshold", 1e-6, 1.0), ("tool_sleep_s", 0.0, 3_600.0),
+      ("min_digits", 1, 6),
+      ("max_digits", self.min_digits, 6),
+      ("arithmetic_max_terms", 2, 6),
+      ("chain_max_terms", 2, 8),
+      ("equation_max_value", 10, 100_000),
+      ("lcm_max_value", 10, 100_000),
+      ("train_size", 1, 2**24),
+      ("eval_size", 1, 100_000),
+      ("problem_seed", 0, 2**32 - 1),
+      ("max_turns", 1, 1_000),
+      ("max_output_chars", 8, 100_000),
+      ("success_threshold", 1e-6, 1.0),
+      ("tool_sleep_s", 0.0, 3_600.0),
       ("tool_sleep_sigma", 0.0, 5.0),
     ):
       value = getattr(self, name)

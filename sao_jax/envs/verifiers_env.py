@@ -147,9 +147,7 @@ def _trace(task: Any, answer: str, finish_reason: str) -> Any:
   )
   messages: list[Any] = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
   messages += [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
-  trace.nodes = [
-    vf.MessageNode(parent=i - 1 if i else None, message=message) for i, message in enumerate(messages)
-  ]
+  trace.nodes = [vf.MessageNode(parent=i - 1 if i else None, message=message) for i, message in enumerate(messages)]
   parent = len(messages) - 1 if messages else None
   trace.nodes.append(vf.MessageNode(parent=parent, message=vf.AssistantMessage(content=answer), sampled=True))
   trace.calls.append(ModelCall(node=len(messages), finish_reason=finish_reason))

@@ -1,4 +1,5 @@
 """The learner: trajectories to packed rows, critic and policy updates, supervised warm start."""
+
 from __future__ import annotations
 
 from sao_jax.learner.algorithms import ALGORITHMS, learner_config

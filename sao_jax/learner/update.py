@@ -279,9 +279,7 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
   """`scoring.action_logprobs` at the config's temperature."""
   output = policy_apply(params, tokens.tokens, tokens.positions, tokens.segment_ids)
-  return scoring.action_logprobs(
-    output, tokens, temperature=config.temperature, chunk_size=config.logprob_chunk_size
-  )
+  return scoring.action_logprobs(output, tokens, temperature=config.temperature, chunk_size=config.logprob_chunk_size)
 
 
 def _policy_logp(

@@ -29,7 +29,13 @@ _LANES = 128
 
 
 def packed_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float, impl: str = "xla", *,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  scale: float,
+  impl: str = "xla",
+  *,
   interpret: bool = False,
 ) -> jax.Array:
   """softmax(scale * q k^T) v over the keys of the same segment that are not later.
@@ -68,7 +74,13 @@ def packed_attention(
 
 
 def _chunked(
-  q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array, k_segments: jax.Array, first: jax.Array, *,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_segments: jax.Array,
+  k_segments: jax.Array,
+  first: jax.Array,
+  *,
   scale: float,
 ) -> jax.Array:
   """Queries `first, first + 1, ...` of a row against all its keys, one block of queries at a time."""

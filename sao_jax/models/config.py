@@ -151,8 +151,12 @@ class ModelConfig:
     _check("ModelConfig.norm_eps", self.norm_eps, self.norm_eps > 0, "positive")
     _check("ModelConfig.rope_theta", self.rope_theta, self.rope_theta > 0, "positive")
     rotary = self.rotary_dim + self.rotary_dim % 2  # dimensions turn in pairs
-    _check("ModelConfig.partial_rotary_factor", self.partial_rotary_factor, 0 < rotary <= self.head_dim,
-           f"such that 1 or more whole pairs of the head_dim = {self.head_dim} dimensions are rotated")
+    _check(
+      "ModelConfig.partial_rotary_factor",
+      self.partial_rotary_factor,
+      0 < rotary <= self.head_dim,
+      f"such that 1 or more whole pairs of the head_dim = {self.head_dim} dimensions are rotated",
+    )
     if self.num_experts:
       self._check_experts()
 
@@ -171,8 +175,12 @@ class ModelConfig:
       _check("ModelConfig.n_group", groups, self.router == "sigmoid", "1 with the softmax router")
       _check("ModelConfig.n_group", groups, experts // groups >= 2, "such that every group holds 2 experts or more")
       reachable = self.topk_group * (experts // groups)
-      _check("ModelConfig.num_experts_per_tok", chosen, chosen <= reachable,
-             f"at most the {reachable} experts of topk_group = {self.topk_group} groups")
+      _check(
+        "ModelConfig.num_experts_per_tok",
+        chosen,
+        chosen <= reachable,
+        f"at most the {reachable} experts of topk_group = {self.topk_group} groups",
+      )
 
   @property
   def rotary_dim(self) -> int:

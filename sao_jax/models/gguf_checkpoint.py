@@ -19,8 +19,15 @@ _INERT = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length"
 
 _TOP: Mapping[str, str] = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"}
 _MODULES: Mapping[str, str] = {
-  "input_norm": "attn_norm", "post_attention_norm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k",
-  "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+  "input_norm": "attn_norm",
+  "post_attention_norm": "ffn_norm",
+  "q_proj": "attn_q",
+  "k_proj": "attn_k",
+  "v_proj": "attn_v",
+  "o_proj": "attn_output",
+  "gate_proj": "ffn_gate",
+  "up_proj": "ffn_up",
+  "down_proj": "ffn_down",
 }
 
 
@@ -102,15 +109,25 @@ def _config(reader: Any, tensors: dict[str, Any], dtype: str, param_dtype: str) 
     if values.get(name, head_dim) != head_dim:
       raise ValueError(f"llama.{name} = {values[name]} is not supported with heads of {head_dim} dimensions.")
   config = ModelConfig(
-    model_type="llama", vocab_size=int(tensors["token_embd.weight"].shape[1]), hidden_size=hidden, num_heads=heads,
-    num_kv_heads=values.pop("attention.head_count_kv", heads), head_dim=head_dim, num_layers=values.pop("block_count"),
+    model_type="llama",
+    vocab_size=int(tensors["token_embd.weight"].shape[1]),
+    hidden_size=hidden,
+    num_heads=heads,
+    num_kv_heads=values.pop("attention.head_count_kv", heads),
+    head_dim=head_dim,
+    num_layers=values.pop("block_count"),
     intermediate_size=values.pop("feed_forward_length"),
     norm_eps=_decimal(values.pop("attention.layer_norm_rms_epsilon")),
-    rope_theta=_decimal(values.pop("rope.freq_base", 10_000.0)), rope_scaling=_scaling(values),
-    max_position_embeddings=values.pop("context_length"), qk_norm=False,
+    rope_theta=_decimal(values.pop("rope.freq_base", 10_000.0)),
+    rope_scaling=_scaling(values),
+    max_position_embeddings=values.pop("context_length"),
+    qk_norm=False,
     tie_word_embeddings="output.weight" not in tensors,
-    attention_bias="blk.0.attn_q.bias" in tensors, attention_out_bias="blk.0.attn_output.bias" in tensors,
-    mlp_bias="blk.0.ffn_gate.bias" in tensors, dtype=dtype, param_dtype=param_dtype,
+    attention_bias="blk.0.attn_q.bias" in tensors,
+    attention_out_bias="blk.0.attn_output.bias" in tensors,
+    mlp_bias="blk.0.ffn_gate.bias" in tensors,
+    dtype=dtype,
+    param_dtype=param_dtype,
   )
   unknown = {name: value for name, value in values.items() if name not in _INERT and value}
   if unknown:

@@ -108,7 +108,13 @@ def cached_policy(config: ModelConfig) -> CachedPolicy:
   model = Transformer(config)
 
   def extend(
-    params: Params, cache: Cache, tokens: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array, *,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    slots: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
     live_len: int,
   ) -> tuple[jax.Array, Cache]:
     return model.apply({"params": params}, cache, tokens, slots, start, count, live_len, method="extend")

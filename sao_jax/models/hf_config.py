@@ -16,13 +16,37 @@ from sao_jax.models.config import DTYPES, MODEL_TYPES, ModelConfig, RopeScaling
 _MISSING = object()
 
 # Keys that change nothing a decoder computes here: bookkeeping, special tokens, initial values, training-only losses.
-_INERT = frozenset({
-  "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "eos_token_id", "id2label",
-  "initializer_range", "is_llama_config", "label2id", "max_window_layers", "model_type", "num_mtp_layers",
-  "num_nextn_predict_layers", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
-  "router_aux_loss_coef", "sep_token_id", "tokenizer_class", "transformers.js_config", "transformers_version",
-  "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
-})
+_INERT = frozenset(
+  {
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_llama_config",
+    "label2id",
+    "max_window_layers",
+    "model_type",
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "router_aux_loss_coef",
+    "sep_token_id",
+    "tokenizer_class",
+    "transformers.js_config",
+    "transformers_version",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+  }
+)
 
 # Fields of ModelConfig that say how to compute, not what: a checkpoint does not carry them.
 _RUNTIME_FIELDS = frozenset({"dtype", "param_dtype", "remat", "moe_impl", "attention_impl", "init_std"})
@@ -31,12 +55,21 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   "llama": {"max_position_embeddings": 2048},
   "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
   "qwen3_moe": {
-    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
     "norm_topk_prob": False,
   },
   "glm4_moe": {
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "norm_topk_prob": True, "max_position_embeddings": 131_072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 131_072,
   },
 }
 
@@ -182,8 +215,11 @@ def _scaling(rope: _Keys, rope_type: str, length: int, max_position_embeddings: 
     return RopeScaling(rope_type=rope_type, factor=float(rope.take("factor")))
   if rope_type == "llama3":
     return RopeScaling(
-      rope_type=rope_type, factor=float(rope.take("factor")), original_max_position_embeddings=length,
-      low_freq_factor=float(rope.take("low_freq_factor")), high_freq_factor=float(rope.take("high_freq_factor")),
+      rope_type=rope_type,
+      factor=float(rope.take("factor")),
+      original_max_position_embeddings=length,
+      low_freq_factor=float(rope.take("low_freq_factor")),
+      high_freq_factor=float(rope.take("high_freq_factor")),
     )
   if rope_type == "yarn":
     factor = float(rope.take("factor", default=max_position_embeddings / length))
@@ -192,9 +228,12 @@ def _scaling(rope: _Keys, rope_type: str, length: int, max_position_embeddings: 
     if attention_factor is None and scale and scale_all:
       attention_factor = RopeScaling.yarn_attention(factor, scale) / RopeScaling.yarn_attention(factor, scale_all)
     return RopeScaling(
-      rope_type=rope_type, factor=factor, original_max_position_embeddings=length,
+      rope_type=rope_type,
+      factor=factor,
+      original_max_position_embeddings=length,
       attention_factor=None if attention_factor is None else float(attention_factor),
-      beta_fast=float(rope.take("beta_fast", default=32.0)), beta_slow=float(rope.take("beta_slow", default=1.0)),
+      beta_fast=float(rope.take("beta_fast", default=32.0)),
+      beta_slow=float(rope.take("beta_slow", default=1.0)),
       truncate=rope.take("truncate", default=True),
     )
   raise ValueError(f"config.json: rope_type = {rope_type!r} is not supported; allowed: default, linear, llama3, yarn.")
@@ -228,7 +267,9 @@ def _experts(keys: _Keys, model_type: str) -> dict[str, Any]:
 
 
 _ARCHITECTURES: Mapping[str, str] = {
-  "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+  "llama": "LlamaForCausalLM",
+  "qwen3": "Qwen3ForCausalLM",
+  "qwen3_moe": "Qwen3MoeForCausalLM",
   "glm4_moe": "Glm4MoeForCausalLM",
 }
 
@@ -265,7 +306,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     "qwen3": {"use_sliding_window": False},
     "qwen3_moe": {"use_sliding_window": False, **_softmax_experts_to_hf(config)},
     "glm4_moe": {
-      "use_qk_norm": config.qk_norm, "partial_rotary_factor": config.partial_rotary_factor,
+      "use_qk_norm": config.qk_norm,
+      "partial_rotary_factor": config.partial_rotary_factor,
       **_sigmoid_experts_to_hf(config),
     },
   }[config.model_type]
@@ -287,18 +329,26 @@ def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
 
 def _softmax_experts_to_hf(config: ModelConfig) -> dict[str, Any]:
   return {
-    "num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok,
-    "moe_intermediate_size": config.moe_intermediate_size, "norm_topk_prob": config.norm_topk_prob,
-    "decoder_sparse_step": config.decoder_sparse_step, "mlp_only_layers": list(config.mlp_only_layers),
+    "num_experts": config.num_experts,
+    "num_experts_per_tok": config.num_experts_per_tok,
+    "moe_intermediate_size": config.moe_intermediate_size,
+    "norm_topk_prob": config.norm_topk_prob,
+    "decoder_sparse_step": config.decoder_sparse_step,
+    "mlp_only_layers": list(config.mlp_only_layers),
   }
 
 
 def _sigmoid_experts_to_hf(config: ModelConfig) -> dict[str, Any]:
   return {
-    "n_routed_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok,
-    "moe_intermediate_size": config.moe_intermediate_size, "norm_topk_prob": config.norm_topk_prob,
-    "routed_scaling_factor": config.routed_scaling_factor, "n_group": config.n_group, "topk_group": config.topk_group,
-    "n_shared_experts": config.num_shared_experts, "first_k_dense_replace": config.first_dense_layers,
+    "n_routed_experts": config.num_experts,
+    "num_experts_per_tok": config.num_experts_per_tok,
+    "moe_intermediate_size": config.moe_intermediate_size,
+    "norm_topk_prob": config.norm_topk_prob,
+    "routed_scaling_factor": config.routed_scaling_factor,
+    "n_group": config.n_group,
+    "topk_group": config.topk_group,
+    "n_shared_experts": config.num_shared_experts,
+    "first_k_dense_replace": config.first_dense_layers,
     "num_nextn_predict_layers": 0,
   }
 

@@ -241,8 +241,14 @@ class Attention(nn.Module):
     return self._output(packed_attention(q, k, v, segment_ids, config.attention_scale, config.attention_impl))
 
   def extend(
-    self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, slots: jax.Array, start: jax.Array,
-    count: jax.Array, live_len: int,
+    self,
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    cache: LayerCache,
+    slots: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    live_len: int,
   ) -> tuple[jax.Array, LayerCache]:
     """x `[R, C, D]`: up to C tokens for each of R slots."""
     q, k, v = self._project(x, rope)

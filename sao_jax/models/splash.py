@@ -19,7 +19,13 @@ _LANES = 128
 
 
 def attend(
-  mesh: AbstractMesh | None, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float, *,
+  mesh: AbstractMesh | None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  scale: float,
+  *,
   interpret: bool = False,
 ) -> jax.Array:
   """See `attention.packed_attention`; `interpret` runs the kernel without a TPU."""
@@ -59,7 +65,11 @@ def make_kernel(
 
 
 def _run(
-  kernel: kernels.SplashAttentionKernel, q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array,
+  kernel: kernels.SplashAttentionKernel,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_segments: jax.Array,
   k_segments: jax.Array,
 ) -> jax.Array:
   heads_first = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))

@@ -39,8 +39,14 @@ class Block(nn.Module):
     return self._feed_forward(x + self.attention(self.input_norm(x), rope, segment_ids))
 
   def extend(
-    self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: LayerCache, slots: jax.Array, start: jax.Array,
-    count: jax.Array, live_len: int,
+    self,
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    cache: LayerCache,
+    slots: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    live_len: int,
   ) -> tuple[jax.Array, LayerCache]:
     y, cache = self.attention.extend(self.input_norm(x), rope, cache, slots, start, count, live_len)
     return self._feed_forward(x + y), cache
@@ -61,7 +67,10 @@ class Transformer(nn.Module):
   def setup(self) -> None:
     config = self.config
     self.embed = nn.Embed(
-      config.vocab_size, config.hidden_size, dtype=config.compute_dtype, param_dtype=jnp.dtype(config.param_dtype),
+      config.vocab_size,
+      config.hidden_size,
+      dtype=config.compute_dtype,
+      param_dtype=jnp.dtype(config.param_dtype),
       embedding_init=nn.initializers.normal(config.init_std),
     )
     block = _rematerialized(config)

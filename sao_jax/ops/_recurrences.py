@@ -83,6 +83,7 @@ def gae_associative(inputs: GaeInputs) -> jax.Array:
 def fill(x: jax.Array, known: jax.Array, *, reverse: bool) -> jax.Array:
   """Replaces entries that are not known by the nearest known one to the left (right if `reverse`); 0 if there is
   none."""
+
   def sequential(x: jax.Array, known: jax.Array) -> jax.Array:
     def step(last: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
       last = jnp.where(xs[1], xs[0], last)

@@ -40,9 +40,7 @@ class RunningMean(NamedTuple):
     """A state that has seen nothing: `num_prompts` ≥ 1 prompts, the last `window` ≥ 1 rewards of each."""
     if num_prompts < 1 or window < 1:
       raise ValueError(f"num_prompts and window must be >= 1; received num_prompts={num_prompts}, window={window}.")
-    return RunningMean(
-      rewards=jnp.zeros((num_prompts, window), jnp.float32), seen=jnp.zeros((num_prompts,), jnp.int32)
-    )
+    return RunningMean(rewards=jnp.zeros((num_prompts, window), jnp.float32), seen=jnp.zeros((num_prompts,), jnp.int32))
 
   def update(self, prompt_ids: ArrayLike, rewards: ArrayLike) -> RunningMean:
     """Takes in `[N]` rewards in order; a prompt may appear several times.

@@ -16,9 +16,7 @@ _EPS = 2.0**-23  # of float32
 
 def log_ratio(logp: ArrayLike, behavior_logp: ArrayLike) -> jax.Array:
   """log π_θ(a) − log π_rollout(a) in float32; shapes equal, or scalars."""
-  logp, behavior_logp = _checks.broadcast(
-    logp=_checks.float32(logp), behavior_logp=_checks.float32(behavior_logp)
-  )
+  logp, behavior_logp = _checks.broadcast(logp=_checks.float32(logp), behavior_logp=_checks.float32(behavior_logp))
   return logp - behavior_logp
 
 
@@ -55,9 +53,7 @@ def rounding_slack(logp: ArrayLike, behavior_logp: ArrayLike) -> jax.Array:
   return 2 * _EPS * (1 + jnp.maximum(jnp.abs(_checks.float32(logp)), jnp.abs(_checks.float32(behavior_logp))))
 
 
-def dis_mask(
-  logp: ArrayLike, behavior_logp: ArrayLike, *, eps_low: ArrayLike, eps_high: ArrayLike
-) -> jax.Array:
+def dis_mask(logp: ArrayLike, behavior_logp: ArrayLike, *, eps_low: ArrayLike, eps_high: ArrayLike) -> jax.Array:
   """Whether a token's ratio lies strictly inside the trust interval.
 
   1 − ε_low < r_t < 1 + ε_high.                                              (arXiv 2607.07508, Eq. 3)
@@ -99,9 +95,7 @@ def dis_outside(
   return outside & (difference <= 0), outside & (difference > 0)
 
 
-def dis_coefficient(
-  logp: ArrayLike, behavior_logp: ArrayLike, *, eps_low: ArrayLike, eps_high: ArrayLike
-) -> jax.Array:
+def dis_coefficient(logp: ArrayLike, behavior_logp: ArrayLike, *, eps_low: ArrayLike, eps_high: ArrayLike) -> jax.Array:
   """The calibrated ratio that multiplies a token's score.
 
   f(r) = r if 1 − ε_low < r < 1 + ε_high, else 0.                            (arXiv 2607.07508, Eq. 3)

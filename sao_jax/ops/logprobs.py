@@ -207,8 +207,14 @@ def _forward_chunk(
 
 
 def _backward_chunk(
-  h: jax.Array, ids: jax.Array, w: jax.Array, temperature: float,
-  logsumexp: jax.Array, entropy: jax.Array, logp_bar: jax.Array, entropy_bar: jax.Array,
+  h: jax.Array,
+  ids: jax.Array,
+  w: jax.Array,
+  temperature: float,
+  logsumexp: jax.Array,
+  entropy: jax.Array,
+  logp_bar: jax.Array,
+  entropy_bar: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Cotangents of one chunk's hidden states, and its float32 share of lm_head's.
 

@@ -14,13 +14,13 @@ from jax.typing import ArrayLike
 from sao_jax.ops import _checks, importance
 
 
-def _prepare(
-  logp: ArrayLike, adv: ArrayLike, action_mask: ArrayLike, **others: ArrayLike
-) -> tuple[jax.Array, ...]:
+def _prepare(logp: ArrayLike, adv: ArrayLike, action_mask: ArrayLike, **others: ArrayLike) -> tuple[jax.Array, ...]:
   """Casts, checks shapes, blanks everything off the mask; advantages and the other log-probs take no gradient."""
   mask = _checks.boolean("action_mask", action_mask)
   arrays = _checks.broadcast(
-    action_mask=mask, logp=_checks.float32(logp), adv=_checks.float32(adv),
+    action_mask=mask,
+    logp=_checks.float32(logp),
+    adv=_checks.float32(adv),
     **{name: _checks.float32(x) for name, x in others.items()},
   )
   mask, logp, *constants = arrays
@@ -185,9 +185,7 @@ def icepop_loss(
   slack = importance.rounding_slack(old_logp, behavior_logp)
   outside = (mismatch < jnp.log(_checks.float32(low)) - slack) | (mismatch > jnp.log(_checks.float32(high)) + slack)
   weight = jnp.where(outside, 0.0, jnp.exp(jnp.where(outside, 0.0, mismatch)))
-  surrogate = _clipped_surrogate(
-    jnp.where(outside, 0.0, logp - old_logp), adv, clip_low=clip_low, clip_high=clip_high
-  )
+  surrogate = _clipped_surrogate(jnp.where(outside, 0.0, logp - old_logp), adv, clip_low=clip_low, clip_high=clip_high)
   return jnp.where(mask & ~outside, -weight * surrogate, 0.0)
 
 

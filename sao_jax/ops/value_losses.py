@@ -11,7 +11,8 @@ from sao_jax.ops import _checks
 
 def _prepare(v: ArrayLike, mask: ArrayLike, **constants: ArrayLike) -> tuple[jax.Array, ...]:
   mask_, v_, *rest = _checks.broadcast(
-    mask=_checks.boolean("mask", mask), v=_checks.float32(v),
+    mask=_checks.boolean("mask", mask),
+    v=_checks.float32(v),
     **{name: _checks.float32(x) for name, x in constants.items()},
   )
   blanked = (jax.lax.stop_gradient(jnp.where(mask_, x, 0.0)) for x in rest)

@@ -1,4 +1,5 @@
 """Rollouts: weights, the engine that generates trajectories, and the queue that hands them to the learner."""
+
 from __future__ import annotations
 
 from sao_jax.rollout.config import EngineConfig

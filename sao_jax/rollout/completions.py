@@ -115,7 +115,11 @@ class Completions:
     seed: int = 0,
   ):
     self.config = dataclasses.replace(
-      config, max_turns=1, env_workers=0, reset_retries=0, max_failed_share=1.0,
+      config,
+      max_turns=1,
+      env_workers=0,
+      reset_retries=0,
+      max_failed_share=1.0,
       max_observation_chars=_CHARS_PER_TOKEN * config.max_len,
     )
     self.vocab_size = vocab_size

@@ -146,9 +146,19 @@ class Engine:
   def counters(self) -> dict[str, Any]:
     """Totals since the engine was made; `busy_seconds` is the time with device work in flight."""
     names = (
-      "tokens_generated", "prefill_tokens", "chunks", "prefills", "episodes_started", "episodes_finished",
-      "failed_episodes", "reset_retries", "cache_recomputes", "weight_updates",
-      "moved_out", "copied_back", "prefix_tokens_saved",
+      "tokens_generated",
+      "prefill_tokens",
+      "chunks",
+      "prefills",
+      "episodes_started",
+      "episodes_finished",
+      "failed_episodes",
+      "reset_retries",
+      "cache_recomputes",
+      "weight_updates",
+      "moved_out",
+      "copied_back",
+      "prefix_tokens_saved",
     )
     counts = {**self._counts, **self._slots.counts}
     return {

@@ -70,4 +70,3 @@ class PrefixStore(Generic[_Row]):
   def clear_rows(self) -> None:
     """Drops what was computed, not what was noticed."""
     self._rows.clear()
-

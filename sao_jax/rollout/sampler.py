@@ -192,12 +192,14 @@ def _decode(
     lambda carry: (carry[0] < steps) & carry[2].active.any(), body, carry
   )
   count = state.position - first_position
-  out = jnp.concatenate([
-    tokens,
-    jax.lax.bitcast_convert_type(logp, jnp.int32),
-    count[None],
-    state.active[None].astype(jnp.int32),
-  ])
+  out = jnp.concatenate(
+    [
+      tokens,
+      jax.lax.bitcast_convert_type(logp, jnp.int32),
+      count[None],
+      state.active[None].astype(jnp.int32),
+    ]
+  )
   if model.placement is not None:
     out = jax.lax.with_sharding_constraint(out, model.placement.whole)
   return model.merge(cache, window, count), _hold_slots(spec, state), out
@@ -247,11 +249,8 @@ class _Lane:
 
   def decode(self, prepared: Params, key: jax.Array, live_len: int) -> jax.Array:
     with _dispatching(self._spec):
-      self.cache, self.state, out = _decode(
-        prepared, self.cache, self.state, key, spec=self._spec, live_len=live_len
-      )
+      self.cache, self.state, out = _decode(prepared, self.cache, self.state, key, spec=self._spec, live_len=live_len)
     return out
-
 
   def save(self, slot: int, to_host: bool) -> Cache:
     row = _read_row(self.cache, jax.device_put(np.int32(slot)))

@@ -96,12 +96,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
   engine = EngineConfig(
-    num_slots=arguments.num_slots, max_len=arguments.max_len, max_action_tokens=arguments.max_len,
-    chunk_steps=arguments.chunk_steps, temperature=arguments.temperature, prefill_tokens=(32, 128, 512),
+    num_slots=arguments.num_slots,
+    max_len=arguments.max_len,
+    max_action_tokens=arguments.max_len,
+    chunk_steps=arguments.chunk_steps,
+    temperature=arguments.temperature,
+    prefill_tokens=(32, 128, 512),
   )
   settings = ServerConfig(
-    host=arguments.host, port=arguments.port, weights_root=arguments.weights_root,
-    max_body_bytes=arguments.max_body_bytes, max_requests=arguments.max_requests,
+    host=arguments.host,
+    port=arguments.port,
+    weights_root=arguments.weights_root,
+    max_body_bytes=arguments.max_body_bytes,
+    max_requests=arguments.max_requests,
   )
   config, params = models.load_hf(arguments.checkpoint)
   stop_ids = stop_ids_of(arguments.checkpoint)
@@ -114,8 +121,13 @@ def _run(arguments: argparse.Namespace) -> None:
   has_tokenizer = (arguments.checkpoint / "tokenizer.json").exists()
   tokenizer = HFTokenizer.load(arguments.checkpoint) if has_tokenizer else None  # needs the extra `hf`
   with Completions(
-    model=models.cached_policy(config), params=params, label=arguments.weight_version, vocab_size=config.vocab_size,
-    stop_ids=stop_ids, config=engine, seed=arguments.seed,
+    model=models.cached_policy(config),
+    params=params,
+    label=arguments.weight_version,
+    vocab_size=config.vocab_size,
+    stop_ids=stop_ids,
+    config=engine,
+    seed=arguments.seed,
   ) as completions:
     server = CompletionServer(
       completions,

@@ -46,12 +46,12 @@ _OPENAI_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "stream": (False,), "return_text_in_logprobs": (False,), "logprob_start_len": (-1,), "top_logprobs_num": (0,),
-}
+}  # fmt: skip
 _SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "n": (1,), "stop": ([],), "top_p": (1, 1.0), "top_k": (-1,), "min_p": (0, 0.0), "frequency_penalty": (0, 0.0),
   "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0), "min_new_tokens": (0,), "skip_special_tokens": (False,),
   "spaces_between_special_tokens": (True, False), "no_stop_trim": (True,),
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,10 @@ class CompletionServer:
 
   async def _models(self, request: web.Request) -> web.Response:
     model = {
-      "id": self._name, "object": "model", "owned_by": "sao_jax", "max_model_len": self._completions.config.max_len,
+      "id": self._name,
+      "object": "model",
+      "owned_by": "sao_jax",
+      "max_model_len": self._completions.config.max_len,
     }
     return web.json_response({"object": "list", "data": [model]})
 
@@ -228,15 +231,13 @@ class CompletionServer:
     words = [self._word(i, as_ids) for i in tokens]
     logprobs = {
       "tokens": words, "token_logprobs": [float(x) for x in done.logp], "top_logprobs": None, "text_offset": [],
-    }
+    }  # fmt: skip
     choice = {
       "index": 0, "text": self._text(tokens), "logprobs": logprobs if with_logprobs else None,
       "finish_reason": done.finish, "stop_reason": tokens[-1] if done.finish == "stop" else None,
       "token_ids": tokens if with_ids else None, "prompt_token_ids": prompt if with_ids else None,
     }  # fmt: skip
-    usage = {
-      "prompt_tokens": len(prompt), "completion_tokens": len(tokens), "total_tokens": len(prompt) + len(tokens)
-    }
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens), "total_tokens": len(prompt) + len(tokens)}
     return web.json_response({
       "id": rid, "object": "text_completion", "created": int(time.time()), "model": self._name, "choices": [choice],
       "usage": usage,

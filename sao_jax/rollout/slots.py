@@ -31,9 +31,7 @@ _CLOSE_TIMEOUT_S = 10.0
 class SlotTable:
   """All live episodes of an engine, with their environments and the sampler; used from one thread."""
 
-  def __init__(
-    self, *, config: EngineConfig, make_env: EnvironmentFactory, tokenizer: Tokenizer, sampler: Sampler
-  ):
+  def __init__(self, *, config: EngineConfig, make_env: EnvironmentFactory, tokenizer: Tokenizer, sampler: Sampler):
     self._config = config
     self._new_holder = functools.partial(EnvironmentHolder, make_env, tokenizer, config)
     self._sampler = sampler
@@ -112,9 +110,7 @@ class SlotTable:
     self.counts["episodes_started"] += started
     return started
 
-  def collect(
-    self, *, wait_all: bool = False, wait_s: float = 0.0, stop: threading.Event | None = None
-  ) -> None:
+  def collect(self, *, wait_all: bool = False, wait_s: float = 0.0, stop: threading.Event | None = None) -> None:
     """Takes in what environments answered, in the seats' order; gives up those that hang.
 
     Args:

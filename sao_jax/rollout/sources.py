@@ -1,8 +1,8 @@
 """Three schedules of one loop: where the learner's next batch comes from, and what happens to its new weights.
 
-    async    an engine thread generates all the time; weights are taken up in flight; staleness is bounded by the queue
-    lagged   one thread, deterministic: weights are a set number of versions old, and may change mid-trajectory
-    sync     lagged with a lag of 0: generate a batch, then train on it; on-policy
+async    an engine thread generates all the time; weights are taken up in flight; staleness is bounded by the queue
+lagged   one thread, deterministic: weights are a set number of versions old, and may change mid-trajectory
+sync     lagged with a lag of 0: generate a batch, then train on it; on-policy
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def _nothing() -> None:
 class Generates(Protocol):
   """An engine, or several that share out the requests among them."""
 
-  def generate(
-    self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int
-  ) -> Iterator[Trajectory]:
+  def generate(self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int) -> Iterator[Trajectory]:
     """See `Engine.generate`."""
     ...
 

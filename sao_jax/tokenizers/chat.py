@@ -38,9 +38,7 @@ class Chat:
       tokenizer, template = load_gguf_tokenizer(path)
     else:
       tokenizer = HFTokenizer.load(path)
-      template = ChatTemplate.load(
-        path, stop_tokens=tokenizer.stop_tokens, control_tokens=tokenizer.control_tokens
-      )
+      template = ChatTemplate.load(path, stop_tokens=tokenizer.stop_tokens, control_tokens=tokenizer.control_tokens)
     return cls(tokenizer=tokenizer, template=template, style=tool_calls.style_of(template.source), options=options)
 
   def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:

@@ -10,7 +10,15 @@ UNKNOWN = "<|unk|>"
 END = "<|end|>"
 
 SPECIAL_TOKENS = (
-  PAD, UNKNOWN, END, "<|system|>", "<|user|>", "<|assistant|>", "<|python|>", "<|output|>", "<|answer|>",
+  PAD,
+  UNKNOWN,
+  END,
+  "<|system|>",
+  "<|user|>",
+  "<|assistant|>",
+  "<|python|>",
+  "<|output|>",
+  "<|answer|>",
 )
 """Tags, in the order of their ids: padding is 0, the unknown character 1, the end of an action 2."""
 
@@ -29,11 +37,38 @@ PHRASES = (
   "Find the Greatest Common Divisor (GCD) of these numbers: ",
   ". Give only the GCD as your final answer.",
   # Arithmetic, with the spaces it is written with.
-  " + ", " - ", " * ", " / ", " // ", " % ", " ** ", " = ", " =", ", ", ": ", "( ", " )",
-  "gcd(", "lcm(", "print(", "import ",
+  " + ",
+  " - ",
+  " * ",
+  " / ",
+  " // ",
+  " % ",
+  " ** ",
+  " = ",
+  " =",
+  ", ",
+  ": ",
+  "( ",
+  " )",
+  "gcd(",
+  "lcm(",
+  "print(",
+  "import ",
   # What the tool answers when a call fails.
-  "error: ", "malformed action", "too many operations", "SyntaxError", "NameError", "TypeError", "ValueError",
-  "ZeroDivisionError", "OverflowError", "MemoryError", "TimeoutError", "ImportError", "AttributeError", "IndexError",
+  "error: ",
+  "malformed action",
+  "too many operations",
+  "SyntaxError",
+  "NameError",
+  "TypeError",
+  "ValueError",
+  "ZeroDivisionError",
+  "OverflowError",
+  "MemoryError",
+  "TimeoutError",
+  "ImportError",
+  "AttributeError",
+  "IndexError",
 )
 """Strings that are one token each; the longest that fits is taken. None may hold a digit."""
 

@@ -1,9 +1,9 @@
 """Tool calls in an action's text, in the format that the checkpoint was trained to write.
 
-    json_tags    <tool_call>{"name": NAME, "arguments": {...}}</tool_call>                    Qwen2.5, Qwen3
-    xml          <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>   Qwen3-Coder
-    key_values   <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>   GLM-4.5 and later
-    json         {"name": NAME, "parameters": {...}}, all of the action                   Llama 3.1 and later
+json_tags    <tool_call>{"name": NAME, "arguments": {...}}</tool_call>                    Qwen2.5, Qwen3
+xml          <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>   Qwen3-Coder
+key_values   <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>   GLM-4.5 and later
+json         {"name": NAME, "parameters": {...}}, all of the action                   Llama 3.1 and later
 """
 
 from __future__ import annotations

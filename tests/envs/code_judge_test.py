@@ -178,9 +178,10 @@ def test_right_code_passes_and_wrong_code_fails(tool: PythonTool) -> None:
 
 def test_code_that_prints_keeps_state_and_works_in_packages(tool: PythonTool) -> None:
   files = {
-    "pkg/__init__.py": "", "pkg/helper.py": "calls = []\n",
+    "pkg/__init__.py": "",
+    "pkg/helper.py": "calls = []\n",
     "pkg/core.py": "from pkg import helper\ndef count(*, by=1):\n  print('noise' * 2000)\n  helper.calls.append(by)\n"
-                   "  return sum(helper.calls)\n",
+    "  return sum(helper.calls)\n",
   }
   tests = "assert [candidate(), candidate(by=3), candidate()] == [1, 4, 5]\n"
   assert code_judge.passes_hidden_tests(tool, files, "pkg.core:count", tests)
@@ -198,8 +199,29 @@ for name, kind in (('ValueError', ValueError), ('KeyError', KeyError), ('Mine', 
 
 
 VALUES = [
-  None, True, False, 0, -1, 10**4000, 1.5, -0.0, math.inf, 1e-308, 2 + 3j, "", "é\n\0\ud800", b"\x00\xff", [],
-  [1, [2.0, "x"]], (), (1, (2,)), {}, {1: "a", (2, 3): [4]}, {True: None}, {1, 2}, frozenset({"a"}),
+  None,
+  True,
+  False,
+  0,
+  -1,
+  10**4000,
+  1.5,
+  -0.0,
+  math.inf,
+  1e-308,
+  2 + 3j,
+  "",
+  "é\n\0\ud800",
+  b"\x00\xff",
+  [],
+  [1, [2.0, "x"]],
+  (),
+  (1, (2,)),
+  {},
+  {1: "a", (2, 3): [4]},
+  {True: None},
+  {1, 2},
+  frozenset({"a"}),
   [{"a": {1: (None, {2.5})}}],
 ]
 
@@ -242,8 +264,20 @@ def test_other_values_do_not_cross(value: object) -> None:
 @pytest.mark.parametrize(
   "text",
   [
-    "", "1", "1.5", "NaN", "{}", '{"int": 5}', '{"int": "x"}', '{"int": "1", "float": "1"}', '{"set": [[]]}',
-    '{"object": []}', '{"tuple": "ab"}', '{"complex": ["1"]}', '{"dict": [["a"]]}', '{"dict": [[[], "a"]]}',
+    "",
+    "1",
+    "1.5",
+    "NaN",
+    "{}",
+    '{"int": 5}',
+    '{"int": "x"}',
+    '{"int": "1", "float": "1"}',
+    '{"set": [[]]}',
+    '{"object": []}',
+    '{"tuple": "ab"}',
+    '{"complex": ["1"]}',
+    '{"dict": [["a"]]}',
+    '{"dict": [[[], "a"]]}',
     "[" * 100_000,
   ],
 )

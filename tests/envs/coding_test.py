@@ -17,7 +17,8 @@ from sao_jax.envs.tools import PythonTool, PythonToolConfig
 from sao_jax.types import Environment
 
 PROBLEM = {
-  "task_id": "Test/0", "entry_point": "largest",
+  "task_id": "Test/0",
+  "entry_point": "largest",
   "prompt": 'def largest(xs):\n  """The largest of xs; None if there is none.\n\n  >>> largest([1, 3])\n  3\n  """\n',
   "canonical_solution": "  best = None\n  for x in xs:\n    if best is None or x > best: best = x\n  return best\n",
   "test": (
@@ -92,9 +93,16 @@ def test_code_that_ends_or_blocks_the_interpreter_earns_nothing(code: str, task:
 @pytest.mark.parametrize(
   ("action", "answer"),
   [
-    ("", "unknown command"), ("dance", "unknown command"), ("read", "no file"), ("read ../etc/passwd", "no file"),
-    ("read solution.py x", "numbers"), ("search", "search what"), ("search zzz", "not found"), ("list x", "no such"),
-    ("edit nothing.py\n<<<<\na\n====\nb\n>>>>", "no file"), ("edit solution.py\nabc", "<<<<"),
+    ("", "unknown command"),
+    ("dance", "unknown command"),
+    ("read", "no file"),
+    ("read ../etc/passwd", "no file"),
+    ("read solution.py x", "numbers"),
+    ("search", "search what"),
+    ("search zzz", "not found"),
+    ("list x", "no such"),
+    ("edit nothing.py\n<<<<\na\n====\nb\n>>>>", "no file"),
+    ("edit solution.py\nabc", "<<<<"),
     ("edit solution.py\n<<<<\nnot there\n====\nb\n>>>>", "found 0 times"),
     ("edit solution.py\n<<<<\n====\nb\n>>>>", "found 0 times"),
   ],

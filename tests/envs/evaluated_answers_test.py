@@ -29,12 +29,26 @@ def test_code_in_an_answer_does_not_run(task: str, tmp_path: pathlib.Path) -> No
   env = ReasoningGym(ReasoningGymConfig(task=task, size=10))
   mark = tmp_path / "ran"
   attacks = [
-    f"__import__('pathlib').Path('{mark}').touch()", f"[open('{mark}', 'w')]", f"exec(\"open('{mark}', 'w')\")",
-    f"(lambda: open('{mark}', 'w'))()", "9**9**9**9", "(9**(9**9))**(9**9)", "10**(10**10)",
+    f"__import__('pathlib').Path('{mark}').touch()",
+    f"[open('{mark}', 'w')]",
+    f"exec(\"open('{mark}', 'w')\")",
+    f"(lambda: open('{mark}', 'w'))()",
+    "9**9**9**9",
+    "(9**(9**9))**(9**9)",
+    "10**(10**10)",
     "((((9**99)**99)**99)**99)**99",
-    "1e999999999", "exit()", "quit()", "breakpoint()", "input()", "9" * 100_000, "(" * 50_000, "sqrt(" * 200, "x(1)",
+    "1e999999999",
+    "exit()",
+    "quit()",
+    "breakpoint()",
+    "input()",
+    "9" * 100_000,
+    "(" * 50_000,
+    "sqrt(" * 200,
+    "x(1)",
     "N(pi, 99999999)",
-    "factorial(10**9)", "1" * 999 + "$",
+    "factorial(10**9)",
+    "1" * 999 + "$",
   ]
   began = time.perf_counter()
   for attack in attacks:
@@ -64,8 +78,15 @@ def test_a_list_is_still_read_where_the_package_reads_one() -> None:
 @pytest.mark.parametrize(
   "text",
   [
-    "x**3/3 + C", "-2*x**2*sin(3*x) + 5*exp(-x)/7 + C", "x**(3/2)", "exp(2*x)", "2**x", "e**(2*x)", "(x + 1)**2",
-    "log(Abs(x))", "",
+    "x**3/3 + C",
+    "-2*x**2*sin(3*x) + 5*exp(-x)/7 + C",
+    "x**(3/2)",
+    "exp(2*x)",
+    "2**x",
+    "e**(2*x)",
+    "(x + 1)**2",
+    "log(Abs(x))",
+    "",
   ],
 )
 def test_formulas_of_the_usual_kinds_pass(text: str) -> None:

@@ -80,9 +80,7 @@ def test_a_sum_of_rewards_counts_also_when_the_turns_run_out() -> None:
 def test_an_unknown_action_costs_a_turn_and_the_last_turn_truncates() -> None:
   env = Gymnasium(GymnasiumConfig(env_id="FrozenLake-v1", max_turns=2))
   env.reset(0)
-  assert env.step("jump<|end|>").observation == (
-    "<|output|>error: the actions are left, down, right, up.<|assistant|>"
-  )
+  assert env.step("jump<|end|>").observation == ("<|output|>error: the actions are left, down, right, up.<|assistant|>")
   step = env.step("jump<|end|>")
   assert step.done and step.truncated and not step.info["success"]
 

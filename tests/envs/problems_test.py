@@ -31,7 +31,12 @@ def test_splits_share_no_question(train: ProblemBank, held_out: ProblemBank) -> 
 def test_splits_share_no_question_where_the_task_sets_are_tiny() -> None:
   # Many draws repeat an earlier question, so that only the check keeps the splits apart.
   config = ToolMathConfig(
-    min_digits=1, max_digits=1, arithmetic_max_terms=2, chain_max_terms=2, lcm_max_value=40, train_size=500,
+    min_digits=1,
+    max_digits=1,
+    arithmetic_max_terms=2,
+    chain_max_terms=2,
+    lcm_max_value=40,
+    train_size=500,
     eval_size=100,
   )
   held_out = ProblemBank(config, "eval").questions()

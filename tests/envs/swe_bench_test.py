@@ -10,12 +10,15 @@ import pytest
 from sao_jax.envs.swe_bench import SweBenchInstance, read_swe_bench
 
 ROW = {
-  "repo": "astropy/astropy", "instance_id": "astropy__astropy-12907",
+  "repo": "astropy/astropy",
+  "instance_id": "astropy__astropy-12907",
   "base_commit": "d16bfe05a744909de4b27f5875fe0d4ed41ce607",
   "patch": "diff --git a/astropy/modeling/separable.py b/astropy/modeling/separable.py\n--- a/x\n+++ b/x\n",
   "test_patch": "diff --git a/t.py b/t.py\n",
   "problem_statement": "`separability_matrix` is wrong\u2028for nested\x85models\f.",
-  "hints_text": "", "created_at": "2022-03-03T15:14:54Z", "version": "4.3",
+  "hints_text": "",
+  "created_at": "2022-03-03T15:14:54Z",
+  "version": "4.3",
   "FAIL_TO_PASS": '["astropy/modeling/tests/test_separable.py::test_separable[compound_model6-result6]"]',
   "PASS_TO_PASS": '["t.py::a", "t.py::b[\\u00e9 x]"]',
   "environment_setup_commit": "298ccb478e6bf092953bca67a3d29dc6c35f6752",
@@ -67,9 +70,12 @@ def test_forms_of_its_relatives(change: dict[str, object], field: str, value: ob
   [
     ({"repo": None}, "astropy-12907' lacks the key 'repo'"),
     ({"FAIL_TO_PASS": "x"}, "list of test names; received 'x'"),
-    ({"PASS_TO_PASS": [1]}, "PASS_TO_PASS"), ({"PASS_TO_PASS": None}, "lacks the key 'PASS_TO_PASS'"),
-    ({"PASS_TO_PASS": '{"a": 1}'}, "PASS_TO_PASS"), ({"PASS_TO_PASS": "(" * 100_000}, "PASS_TO_PASS"),
-    ({"version": 4.3}, "version must be a string; received 4.3"), ({"base_commit": ["a"]}, "base_commit"),
+    ({"PASS_TO_PASS": [1]}, "PASS_TO_PASS"),
+    ({"PASS_TO_PASS": None}, "lacks the key 'PASS_TO_PASS'"),
+    ({"PASS_TO_PASS": '{"a": 1}'}, "PASS_TO_PASS"),
+    ({"PASS_TO_PASS": "(" * 100_000}, "PASS_TO_PASS"),
+    ({"version": 4.3}, "version must be a string; received 4.3"),
+    ({"base_commit": ["a"]}, "base_commit"),
   ],
 )
 def test_bad_rows_are_named(tmp_path: pathlib.Path, change: dict[str, object], message: str) -> None:
@@ -82,8 +88,11 @@ def test_bad_rows_are_named(tmp_path: pathlib.Path, change: dict[str, object], m
 @pytest.mark.parametrize(
   ("content", "message"),
   [
-    ("[1]", "entry 0: a row must be an object; received int"), ('"a"', "line 1: a row must be an object"),
-    ("{", "line 1"), ("[{]", "rows: the list is not valid JSON"), ("[" * 100_000, "rows: the list is not valid JSON"),
+    ("[1]", "entry 0: a row must be an object; received int"),
+    ('"a"', "line 1: a row must be an object"),
+    ("{", "line 1"),
+    ("[{]", "rows: the list is not valid JSON"),
+    ("[" * 100_000, "rows: the list is not valid JSON"),
     ('{"a":' * 100_000, "rows, line 1: "),
     (json.dumps(ROW) + "\n" + json.dumps(ROW), "line 2: instance_id 'astropy__astropy-12907' is there twice"),
   ],

@@ -16,7 +16,12 @@ pytestmark = [pytest.mark.filterwarnings("ignore:Game .* is not fully supported:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TextWorldConfig:
   return TextWorldConfig(
-    directory=str(tmp_path_factory.mktemp("games")), num_games=1, seed=1, nb_objects=3, quest_length=2, max_turns=4,
+    directory=str(tmp_path_factory.mktemp("games")),
+    num_games=1,
+    seed=1,
+    nb_objects=3,
+    quest_length=2,
+    max_turns=4,
     list_commands=True,
   )
 

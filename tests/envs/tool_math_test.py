@@ -123,9 +123,7 @@ def test_demonstrations_are_repeatable(bank: ProblemBank) -> None:
 
 
 def test_weights_choose_the_strategies(bank: ProblemBank) -> None:
-  only = StrategyWeights(
-    direct=0, whole=0, steps=2, early_stop=0, left_to_right=0, wrong_operation=0, corrected=0
-  )
+  only = StrategyWeights(direct=0, whole=0, steps=2, early_stop=0, left_to_right=0, wrong_operation=0, corrected=0)
   steps_only = ProblemBank(dataclasses.replace(CONFIG, strategies=only), "train")
   rng = np.random.default_rng(0)
   assert {demonstrate(steps_only, i, rng).strategy for i in range(50)} == {"steps"}
@@ -144,7 +142,11 @@ def test_an_episode(env: ToolMath) -> None:
   step = env.step(f"<|answer|> {evaluate(problem.expression)}<|end|>")
   assert step.done and not step.truncated and step.reward == 1.0 and step.observation == ""
   assert step.info == {
-    "success": True, "task": "chain_sum", "num_operations": problem.num_operations, "turns": 2, "tool_calls": 1,
+    "success": True,
+    "task": "chain_sum",
+    "num_operations": problem.num_operations,
+    "turns": 2,
+    "tool_calls": 1,
     "tool_errors": 0,
   }
   with pytest.raises(RuntimeError, match="step was called before reset"):
@@ -154,8 +156,17 @@ def test_an_episode(env: ToolMath) -> None:
 @pytest.mark.parametrize(
   "action",
   [
-    "", "12", "<|end|>", "<|python|><|end|>", "<|python|> \n<|end|>", "<|python|>1", "<|answer|>1<|python|>2<|end|>",
-    "x<|answer|>1<|end|>", "<|answer|>1<|end|><|end|>", "<|user|>1<|end|>", "<|answer|>1<|assistant|><|end|>",
+    "",
+    "12",
+    "<|end|>",
+    "<|python|><|end|>",
+    "<|python|> \n<|end|>",
+    "<|python|>1",
+    "<|answer|>1<|python|>2<|end|>",
+    "x<|answer|>1<|end|>",
+    "<|answer|>1<|end|><|end|>",
+    "<|user|>1<|end|>",
+    "<|answer|>1<|assistant|><|end|>",
   ],
 )
 def test_malformed_actions_get_an_error_and_the_episode_goes_on(env: ToolMath, action: str) -> None:

@@ -10,7 +10,12 @@ from experiments.benchmarks import decoding, engine, sampler
 def test_sampler():
   result = sampler.run(slots=2, new_tokens=8, chunk_steps=4, lanes=2, repeats=1)
   assert set(result) == {
-    "tokens_per_s", "tunix_tokens_per_s", "ratio_to_tunix", "matmul_gflops", "share_of_limit", "share_of_bare_matmuls",
+    "tokens_per_s",
+    "tunix_tokens_per_s",
+    "ratio_to_tunix",
+    "matmul_gflops",
+    "share_of_limit",
+    "share_of_bare_matmuls",
     "share_of_bare_step",
   }
   assert result["tokens_per_s"] > 0 and 0 < result["share_of_limit"] < 1

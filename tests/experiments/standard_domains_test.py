@@ -104,10 +104,12 @@ def test_coding() -> None:
 @pytest.mark.parametrize(
   ("make", "options", "message"),
   [
-    (standard.reasoning_gym, {}, "must hold 'task'"), (standard.reasoning_gym, {"task": "x"}, "task must be one of"),
+    (standard.reasoning_gym, {}, "must hold 'task'"),
+    (standard.reasoning_gym, {"task": "x"}, "task must be one of"),
     (standard.reasoning_gym, {"task": "chain_sum", "sise": 3}, "unknown options of ReasoningGymConfig: sise"),
     (standard.textworld, {"rooms": 3}, "unknown options of TextWorldConfig: rooms"),
-    (standard.coding, {"eval_share": 1.0}, "eval_share"), (standard.coding, {"tool": {"x": 1}}, "PythonToolConfig: x"),
+    (standard.coding, {"eval_share": 1.0}, "eval_share"),
+    (standard.coding, {"tool": {"x": 1}}, "PythonToolConfig: x"),
   ],
 )
 def test_bad_options_are_named(make, options: dict[str, object], message: str) -> None:

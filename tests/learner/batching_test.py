@@ -135,9 +135,7 @@ def test_pitfall_24_masks_come_from_lengths_not_from_token_ids():
 
 
 def test_pitfall_27_fractional_rewards_stay_float32():
-  batch, _ = batching.pack(
-    [tiny.trajectory([False, True], reward=0.5)], row_length=2, rows_per_microbatch=1, alpha=1.5
-  )
+  batch, _ = batching.pack([tiny.trajectory([False, True], reward=0.5)], row_length=2, rows_per_microbatch=1, alpha=1.5)
   assert batch.rewards.dtype == np.float32 and batch.rewards.sum() == 0.5
 
 

@@ -13,7 +13,9 @@ from sao_jax.learner import partition
 def params():
   layer = {
     "attention": {
-      "q_proj": {"kernel": jnp.ones((4, 4))}, "q_norm": {"scale": jnp.ones(2)}, "k_norm": {"scale": jnp.ones(2)},
+      "q_proj": {"kernel": jnp.ones((4, 4))},
+      "q_norm": {"scale": jnp.ones(2)},
+      "k_norm": {"scale": jnp.ones(2)},
     },
     "post_attention_norm": {"scale": jnp.ones(4)},
     "input_norm": {"scale": jnp.ones(4)},

@@ -59,9 +59,9 @@ def test_advantages_and_returns_equal_the_definition(fields):
   config = dataclasses.replace(CONFIG, **fields)
   made = tiny.trajectories(COUNT, seed=5, truncated_share=0.5)
   batch, v_after, where = pieces(config, made)
-  adv, returns = jax.jit(
-    lambda v, b: (targets.policy_advantages(config, v, b), targets.critic_targets(config, v, b))
-  )(v_after, batch)
+  adv, returns = jax.jit(lambda v, b: (targets.policy_advantages(config, v, b), targets.critic_targets(config, v, b)))(
+    v_after, batch
+  )
   adv, returns = np.asarray(adv).reshape(-1), np.asarray(returns).reshape(-1)
   for t, index in zip(made, where, strict=True):
     length = batching.num_turns(t) if config.per_step else t.num_actions

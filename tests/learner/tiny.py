@@ -43,9 +43,7 @@ def hidden(params, tokens, positions, segment_ids):
   mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal
   weights = mask / jnp.sum(mask, axis=-1, keepdims=True)
   mixed = jnp.einsum("bts,bsd->btd", weights, embedded)
-  return jnp.tanh(
-    embedded @ layer["mlp"]["up_proj"]["kernel"] + mixed @ layer["attention"]["v_proj"]["kernel"]
-  )
+  return jnp.tanh(embedded @ layer["mlp"]["up_proj"]["kernel"] + mixed @ layer["attention"]["v_proj"]["kernel"])
 
 
 def policy_apply(params, tokens, positions, segment_ids) -> PolicyOutput:

@@ -20,9 +20,7 @@ ROWS = {"row_length": 16, "rows_per_microbatch": 2, "min_microbatches": 8}
 
 
 def make_config(name: str = "sao", **fields):
-  return algorithms.learner_config(
-    name, **{"policy_optimizer": PLAIN, "critic_optimizer": CRITIC, **ROWS, **fields}
-  )
+  return algorithms.learner_config(name, **{"policy_optimizer": PLAIN, "critic_optimizer": CRITIC, **ROWS, **fields})
 
 
 # The tests are mostly compilation; what it makes of the program is tested by the first two below, which optimise it.
@@ -165,9 +163,7 @@ def oracle_step(config, trajectories, policy, critic):
 def test_one_step_equals_a_float64_rederivation(fields):
   config = make_config(**fields)
   policy, critic = tiny.init(1), tiny.init(2, value=True)
-  made = tiny.trajectories(
-    12, seed=3, policy=policy, lag=0.3, truncated_share=0.4, temperature=config.temperature
-  )
+  made = tiny.trajectories(12, seed=3, policy=policy, lag=0.3, truncated_share=0.4, temperature=config.temperature)
   learner, metrics = run(config, made, policy=policy, critic=critic, quick=bool(fields))
   expected_critic, advantages, gradient, loss = oracle_step(config, made, policy, critic)
   assert_close(learner.critic, expected_critic, rtol=1e-3, atol=2e-5)

@@ -187,13 +187,32 @@ def test_fused_experts_and_other_spellings(model_type: str, tmp_path: pathlib.Pa
     ("glm4_moe", {"use_qk_norm": None}, "qk_norm", False),
     ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob", True),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers", (1,)),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling",
-     models.RopeScaling(rope_type="linear", factor=2.0)),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                "original_max_position_embeddings": 8192}}, "rope_scaling",
-     models.RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192)),
-    ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "rope_scaling",
-     models.RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)),
+    (
+      "llama",
+      {"rope_scaling": {"type": "linear", "factor": 2.0}},
+      "rope_scaling",
+      models.RopeScaling(rope_type="linear", factor=2.0),
+    ),
+    (
+      "llama",
+      {
+        "rope_scaling": {
+          "rope_type": "llama3",
+          "factor": 8.0,
+          "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192,
+        }
+      },
+      "rope_scaling",
+      models.RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192),
+    ),
+    (
+      "qwen3",
+      {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
+      "rope_scaling",
+      models.RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
+    ),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, "num_layers", 2),  # from 28 on
   ],
 )

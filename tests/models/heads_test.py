@@ -21,16 +21,28 @@ def _paths(params: Any) -> set[str]:
 def test_parameter_paths_are_those_that_freezing_and_sharding_use() -> None:
   paths = _paths(jax.eval_shape(lambda key: models.init_policy(tiny.sparse(), key), jax.random.key(0)))
   attention = {path for path in paths if "attention" in path.split("/")}
-  names = ("q_proj/kernel", "q_proj/bias", "k_proj/kernel", "k_proj/bias", "v_proj/kernel", "v_proj/bias",
-           "o_proj/kernel", "q_norm/scale", "k_norm/scale")
+  names = (
+    "q_proj/kernel",
+    "q_proj/bias",
+    "k_proj/kernel",
+    "k_proj/bias",
+    "v_proj/kernel",
+    "v_proj/bias",
+    "o_proj/kernel",
+    "q_norm/scale",
+    "k_norm/scale",
+  )
   assert attention == {f"layers_{i}/attention/{name}" for i in range(2) for name in names}
   assert paths - attention == {
-    "embed/embedding", "final_norm/scale", "lm_head/kernel",
+    "embed/embedding",
+    "final_norm/scale",
+    "lm_head/kernel",
     *(f"layers_{i}/{norm}/scale" for i in range(2) for norm in ("input_norm", "post_attention_norm")),
     *(f"layers_0/mlp/{name}_proj/kernel" for name in ("gate", "up", "down")),
     *(f"layers_1/moe/{name}_proj" for name in ("gate", "up", "down")),
     *(f"layers_1/moe/shared_experts/{name}_proj/kernel" for name in ("gate", "up", "down")),
-    "layers_1/moe/router/kernel", "layers_1/moe/router/correction_bias",
+    "layers_1/moe/router/kernel",
+    "layers_1/moe/router/correction_bias",
   }
 
 
@@ -105,9 +117,20 @@ def test_bfloat16_computes_in_bfloat16_and_scores_in_float32() -> None:
 
 def test_large_configs_by_shape_alone() -> None:
   config = models.ModelConfig(
-    vocab_size=151_936, hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128,
-    intermediate_size=6144, model_type="qwen3_moe", tie_word_embeddings=False, num_experts=128, num_experts_per_tok=8,
-    moe_intermediate_size=768, dtype="bfloat16", param_dtype="bfloat16",
+    vocab_size=151_936,
+    hidden_size=2048,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    model_type="qwen3_moe",
+    tie_word_embeddings=False,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    dtype="bfloat16",
+    param_dtype="bfloat16",
   )
   params = jax.eval_shape(lambda key: models.init_policy(config, key), jax.random.key(0))
   count = sum(x.size for x in jax.tree.leaves(params))

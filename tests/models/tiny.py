@@ -17,7 +17,12 @@ VOCAB = 40
 
 def dense(**changes: Any) -> ModelConfig:
   settings: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
     "intermediate_size": 40,
   }
   return ModelConfig(**{**settings, **changes})
@@ -26,9 +31,18 @@ def dense(**changes: Any) -> ModelConfig:
 def sparse(**changes: Any) -> ModelConfig:
   """First layer dense, second a mixture with shared experts and sigmoid routing."""
   settings: dict[str, Any] = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "router": "sigmoid",
-    "first_dense_layers": 1, "num_shared_experts": 1, "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.5,
-    "tie_word_embeddings": False, "attention_bias": True, "n_group": 2, "topk_group": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "router": "sigmoid",
+    "first_dense_layers": 1,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "n_group": 2,
+    "topk_group": 1,
   }
   return dense(**{**settings, **changes})
 

@@ -173,8 +173,13 @@ def test_only_what_is_fed_is_written() -> None:
   model, _, extend, loop = _functions("dense")
   params, tokens = _params("dense"), _sequences()[:, :CHUNK]
   _, cache = extend(
-    params, _marked_cache(model), tokens, np.asarray([2, SLOTS, 0]), np.asarray([1, 0, MAX_LEN - 2]),
-    np.asarray([3, 5, 2]), live_len=MAX_LEN,
+    params,
+    _marked_cache(model),
+    tokens,
+    np.asarray([2, SLOTS, 0]),
+    np.asarray([1, 0, MAX_LEN - 2]),
+    np.asarray([3, 5, 2]),
+    live_len=MAX_LEN,
   )
   want = np.zeros((SLOTS, MAX_LEN), bool)
   want[2, 1:4] = want[0, MAX_LEN - 2 :] = True  # the row of slot SLOTS is ignored
@@ -190,8 +195,11 @@ def test_nothing_past_live_len_is_read() -> None:
   model, _, extend, loop = _functions("dense")
   params, tokens = _params("dense"), _sequences()
   poisoned = jax.tree.map(
-    lambda x: jnp.where(jnp.arange(MAX_LEN)[:, None] < 12, x, jnp.nan) if x.shape[-1] != MAX_LEN
-    else jnp.where(jnp.arange(MAX_LEN) < 12, x, jnp.nan),
+    lambda x: (
+      jnp.where(jnp.arange(MAX_LEN)[:, None] < 12, x, jnp.nan)
+      if x.shape[-1] != MAX_LEN
+      else jnp.where(jnp.arange(MAX_LEN) < 12, x, jnp.nan)
+    ),
     model.init_cache(SLOTS, MAX_LEN),
   )
   slots, start, count = np.arange(ROWS), np.zeros(ROWS, np.int32), np.full(ROWS, 5)
@@ -251,9 +259,7 @@ def _gradient(remat: str) -> Any:
 
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_remat_changes_no_number(remat: str) -> None:
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), _gradient(remat), _gradient("none")
-  )
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), _gradient(remat), _gradient("none"))
 
 
 def test_a_decode_loop_copies_neither_cache_nor_window() -> None:

@@ -217,7 +217,14 @@ def test_step_level_gae_is_the_definition(seed, case):
     bootstrap[chain[-1]] = rng.normal()
   actual = step_level(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value)
   expected = oracles.step_gae(
-    r, v, mask, discount=discount, lambda_=lambda_, step_value=step_value, bootstrap=bootstrap, segment_ids=ids,
+    r,
+    v,
+    mask,
+    discount=discount,
+    lambda_=lambda_,
+    step_value=step_value,
+    bootstrap=bootstrap,
+    segment_ids=ids,
     turn_ids=turn_ids,
   )
   np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
@@ -226,7 +233,14 @@ def test_step_level_gae_is_the_definition(seed, case):
 @partial(jax.jit, static_argnums=8)
 def step_level(r, v, mask, discount, lambda_, bootstrap, ids, turn_ids, step_value):
   return advantages.step_level_gae(
-    r, v, mask, discount=discount, lambda_=lambda_, step_value=step_value, bootstrap_value=bootstrap, segment_ids=ids,
+    r,
+    v,
+    mask,
+    discount=discount,
+    lambda_=lambda_,
+    step_value=step_value,
+    bootstrap_value=bootstrap,
+    segment_ids=ids,
     turn_ids_t=turn_ids,
   )
 

@@ -29,8 +29,9 @@ def test_a_ratio_on_a_bound_is_masked_however_it_was_rounded(behavior, eps_low, 
     logp = np.float32(behavior + np.log(bound))
     assert not importance.dis_mask(logp, np.float32(behavior), eps_low=eps_low, eps_high=eps_high)
     for inside in (bound * 1.0001, bound * 0.9999):
-      kept = importance.dis_mask(np.float32(behavior + np.log(inside)), np.float32(behavior), eps_low=eps_low,
-                                 eps_high=eps_high)
+      kept = importance.dis_mask(
+        np.float32(behavior + np.log(inside)), np.float32(behavior), eps_low=eps_low, eps_high=eps_high
+      )
       assert kept == (1 - eps_low < inside < 1 + eps_high)
 
 

@@ -40,9 +40,7 @@ def test_token_logprobs_are_the_definition(temperature):
   assert logprobs.token_logprobs(jnp.array([1e4, 0.0, -jnp.inf]), jnp.array(0)) == 0.0
 
 
-@pytest.mark.parametrize(
-  ("shape", "chunk_size"), [((7,), 3), ((2, 5), 4), ((5, 2), 3), ((), 1), ((2, 3, 2), 12)]
-)
+@pytest.mark.parametrize(("shape", "chunk_size"), [((7,), 3), ((2, 5), 4), ((5, 2), 3), ((), 1), ((2, 3, 2), 12)])
 def test_chunked_values_and_gradients_are_exact(shape, chunk_size):
   hidden, lm_head, tokens = problem(shape)
   weights = np.random.default_rng(1).normal(size=(2, *shape)).astype(np.float32)
@@ -68,9 +66,11 @@ def test_chunked_values_and_gradients_are_exact(shape, chunk_size):
 def test_gradient_against_float64_differences():
   hidden, lm_head, tokens = problem((4,))
   weight = np.array([1.0, -2.0, 0.5, 0.0])
-  grad = jax.jit(jax.grad(
-    lambda h, w: (weight * logprobs.chunked_token_logprobs(h, w, tokens, chunk_size=3)[0]).sum(), argnums=(0, 1)
-  ))(hidden, lm_head)
+  grad = jax.jit(
+    jax.grad(
+      lambda h, w: (weight * logprobs.chunked_token_logprobs(h, w, tokens, chunk_size=3)[0]).sum(), argnums=(0, 1)
+    )
+  )(hidden, lm_head)
 
   def total(h, w):
     return sum(c * oracles.token_logprob(z, a)[0] for c, z, a in zip(weight, h @ w, tokens, strict=True))
@@ -88,9 +88,11 @@ def test_gradient_against_float64_differences():
 def test_half_precision_accumulates_in_float32():
   hidden, lm_head, tokens = (jnp.asarray(x) for x in problem((64,), seed=3))
   hidden, lm_head = hidden.astype(jnp.bfloat16), lm_head.astype(jnp.bfloat16)
-  f = jax.jit(jax.value_and_grad(
-    lambda h, w: logprobs.chunked_token_logprobs(h, w, tokens, chunk_size=10)[0].sum(), argnums=(0, 1)
-  ))
+  f = jax.jit(
+    jax.value_and_grad(
+      lambda h, w: logprobs.chunked_token_logprobs(h, w, tokens, chunk_size=10)[0].sum(), argnums=(0, 1)
+    )
+  )
   value, grads = f(hidden, lm_head)
   exact = (hidden.astype(jnp.float32), lm_head.astype(jnp.float32))
   wanted, wanted_grads = f(*exact)

@@ -73,8 +73,9 @@ def near_a_bound(logp, old, behavior) -> bool:
 @given(tokens=TOKENS)
 def test_losses_and_gradients_are_their_definitions(loss, tokens):
   logp, old, behavior, adv, mask = (np.array(x) for x in zip(*tokens, strict=True))
-  if near_a_bound(logp, old, behavior) or (loss is gspo and abs(np.exp(np.mean((logp - old)[mask]) if mask.any() else 0)
-                                                               - 1.04) < 0.25):
+  if near_a_bound(logp, old, behavior) or (
+    loss is gspo and abs(np.exp(np.mean((logp - old)[mask]) if mask.any() else 0) - 1.04) < 0.25
+  ):
     return
   dirty = [np.where(mask, x, np.nan).astype(np.float32) for x in (logp, old, behavior, adv)]
   actual = JITTED[loss](*dirty, mask)

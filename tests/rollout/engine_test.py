@@ -27,16 +27,21 @@ PARAMS = {v: make_params(v, mark=True) for v in range(40)}
 def config(**changes) -> EngineConfig:
   settings = {
     # One compiled shape of each program for nearly all tests.
-    "num_slots": 4, "max_len": 48, "max_action_tokens": 20, "max_turns": 4, "chunk_steps": 4, "prefill_rows": (4,),
-    "prefill_tokens": (4,), "live_buckets": (48,), "env_workers": 0,
+    "num_slots": 4,
+    "max_len": 48,
+    "max_action_tokens": 20,
+    "max_turns": 4,
+    "chunk_steps": 4,
+    "prefill_rows": (4,),
+    "prefill_tokens": (4,),
+    "live_buckets": (48,),
+    "env_workers": 0,
   }
   return EngineConfig(**{**settings, **changes})
 
 
 def engine(make_env=Echo, seed=0, **changes) -> Engine:
-  return Engine(
-    model=POLICY, make_env=make_env, tokenizer=CharTokenizer(), config=config(**changes), seed=seed
-  )
+  return Engine(model=POLICY, make_env=make_env, tokenizer=CharTokenizer(), config=config(**changes), seed=seed)
 
 
 def requests(n: int, first: int = 0) -> list[EpisodeRequest]:
@@ -282,9 +287,21 @@ def test_an_exception_in_the_thread_surfaces():
 
 @pytest.mark.parametrize(
   "changes",
-  [{"temperature": 0.0}, {"num_slots": 0}, {"prefill_rows": ()}, {"prefill_tokens": (8, 4)}, {"live_buckets": (16,)},
-   {"max_len": 1}, {"env_workers": -1}, {"env_timeout_s": 0.0}, {"max_failed_share": 2.0}, {"num_episodes": 3},
-   {"prefix_rows": -1}, {"num_lanes": 3}, {"num_lanes": 0}],
+  [
+    {"temperature": 0.0},
+    {"num_slots": 0},
+    {"prefill_rows": ()},
+    {"prefill_tokens": (8, 4)},
+    {"live_buckets": (16,)},
+    {"max_len": 1},
+    {"env_workers": -1},
+    {"env_timeout_s": 0.0},
+    {"max_failed_share": 2.0},
+    {"num_episodes": 3},
+    {"prefix_rows": -1},
+    {"num_lanes": 3},
+    {"num_lanes": 0},
+  ],
 )
 def test_bad_settings(changes):
   with pytest.raises(ValueError, match="received"):

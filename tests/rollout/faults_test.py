@@ -113,7 +113,11 @@ def test_faults_of_reset_and_of_the_factory():
       counters = engine.counters
     assert [x.episode_id for x in done] == ([0, 1, 7] if retries else [1, 7])
     assert counters["failed_by_kind"] == {
-      "reset_error": failed_resets, "empty_prompt": 1, "prompt_too_long": 1, "bad_prompt": 1, "bad_tokens": 1
+      "reset_error": failed_resets,
+      "empty_prompt": 1,
+      "prompt_too_long": 1,
+      "bad_prompt": 1,
+      "bad_tokens": 1,
     }
     # Each attempt at task 2 had an environment of its own; the factory's one failure was made up for.
     assert len(set(resets)) == len(resets) == 1 + retries

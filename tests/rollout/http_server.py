@@ -47,7 +47,11 @@ def load_table(folder: pathlib.Path) -> Any:
 
 @contextlib.contextmanager
 def serving(
-  *, params: Any = None, completions: Completions | None = None, load: Any = load_table, tokenizer: Any = None,
+  *,
+  params: Any = None,
+  completions: Completions | None = None,
+  load: Any = load_table,
+  tokenizer: Any = None,
   **config: Any,
 ) -> Iterator[str]:
   """The address of a server over the fake policy, or over other `completions`."""

@@ -66,16 +66,20 @@ class Scripted:
   prefix_rows=st.sampled_from([0, 1, 8]),
   num_lanes=st.sampled_from([1, 2]),
 )
-def test_any_environments_keep_the_books(
-  scripts, env_workers, recompute, every, num_episodes, prefix_rows, num_lanes
-):
+def test_any_environments_keep_the_books(scripts, env_workers, recompute, every, num_episodes, prefix_rows, num_lanes):
   rewards = collections.defaultdict(list)
   failed = []
   engine = Engine(
-    model=POLICY, make_env=lambda: Scripted(scripts, rewards), tokenizer=CharTokenizer(),
+    model=POLICY,
+    make_env=lambda: Scripted(scripts, rewards),
+    tokenizer=CharTokenizer(),
     config=config(
-      env_workers=env_workers, recompute_cache_on_update=recompute, max_failed_share=1.0, num_episodes=num_episodes,
-      prefix_rows=prefix_rows, num_lanes=num_lanes,
+      env_workers=env_workers,
+      recompute_cache_on_update=recompute,
+      max_failed_share=1.0,
+      num_episodes=num_episodes,
+      prefix_rows=prefix_rows,
+      num_lanes=num_lanes,
     ),
   )
   versions = lambda chunk: (PARAMS[min(chunk // every, 39)], min(chunk // every, 39))  # noqa: E731
@@ -126,10 +130,10 @@ def test_log_probs_of_a_real_model_are_those_of_a_full_forward_pass(recompute, l
   temperature = 0.8
   crowded = {"num_episodes": 9, "env_workers": 5, "num_lanes": lanes} if recompute else {}
   engine = Engine(
-    model=policy, make_env=lambda: (_Shared if crowded else Echo)(3), tokenizer=CharTokenizer(),
-    config=config(
-      temperature=temperature, recompute_cache_on_update=recompute, max_action_tokens=40, **crowded
-    ),
+    model=policy,
+    make_env=lambda: (_Shared if crowded else Echo)(3),
+    tokenizer=CharTokenizer(),
+    config=config(temperature=temperature, recompute_cache_on_update=recompute, max_action_tokens=40, **crowded),
   )
   every = 2 if recompute else 1000
   with engine:

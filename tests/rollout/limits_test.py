@@ -33,8 +33,15 @@ CASES = {
 
 def run(make_env, params, **changes) -> list[Trajectory]:
   settings = {
-    "num_slots": 4, "max_len": 48, "max_action_tokens": 20, "max_turns": 4, "chunk_steps": 4, "prefill_rows": (4,),
-    "prefill_tokens": (4,), "live_buckets": (48,), "env_workers": 0,
+    "num_slots": 4,
+    "max_len": 48,
+    "max_action_tokens": 20,
+    "max_turns": 4,
+    "chunk_steps": 4,
+    "prefill_rows": (4,),
+    "prefill_tokens": (4,),
+    "live_buckets": (48,),
+    "env_workers": 0,
   }
   config = EngineConfig(**{**settings, **changes})
   with Engine(model=POLICY, make_env=make_env, tokenizer=CharTokenizer(), config=config) as engine:

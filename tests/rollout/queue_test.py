@@ -37,9 +37,7 @@ def trajectory(episode: int, version: int = 0, group_size: int = 1, versions=Non
 
 
 def make(batch_size=4, group_size=1, max_staleness=1, capacity=64) -> TrajectoryQueue:
-  return TrajectoryQueue(
-    batch_size=batch_size, group_size=group_size, max_staleness=max_staleness, capacity=capacity
-  )
+  return TrajectoryQueue(batch_size=batch_size, group_size=group_size, max_staleness=max_staleness, capacity=capacity)
 
 
 def put(queue: TrajectoryQueue, *trajectories: Trajectory, group_size: int = 1) -> None:

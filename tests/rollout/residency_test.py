@@ -34,7 +34,6 @@ class SlowShared(Slow):
   beginning = SHARED
 
 
-
 def switching(chunk: int):
   version = min(chunk // 3, max(PARAMS))
   return PARAMS[version], version

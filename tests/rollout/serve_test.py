@@ -69,7 +69,9 @@ def test_both_protocols_return_ids_log_probs_and_the_weights_name(url):
   choice = answer["choices"][0]
   assert choice["prompt_token_ids"] == PROMPT and 1 <= len(choice["token_ids"]) <= 9
   assert answer["usage"] == {
-    "prompt_tokens": 3, "completion_tokens": len(choice["token_ids"]), "total_tokens": 3 + len(choice["token_ids"]),
+    "prompt_tokens": 3,
+    "completion_tokens": len(choice["token_ids"]),
+    "total_tokens": 3 + len(choice["token_ids"]),
   }
   assert choice["finish_reason"] == ("stop" if choice["token_ids"][-1] == STOP else "length")
   assert_true(PARAMS[0], PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"])

@@ -160,7 +160,8 @@ def test_template_is_sandboxed(tokenizer):
 
 
 @pytest.mark.parametrize(
-  "source", ["{{ messages | length }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"],
+  "source",
+  ["{{ messages | length }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"],
 )
 def test_template_without_tellable_turns_is_refused(tokenizer, source):
   with pytest.raises(ValueError, match="exactly once"):

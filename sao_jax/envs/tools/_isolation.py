@@ -208,9 +208,14 @@ def processes_counted(namespaces: bool) -> bool:
 
 def _limit(settings: dict[str, Any]) -> None:
   limits = {
-    resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_FSIZE: settings["scratch_bytes"],
-    resource.RLIMIT_AS: settings["memory_bytes"], resource.RLIMIT_NPROC: settings["max_processes"],
-    resource.RLIMIT_MEMLOCK: 0, resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_CPU: settings["session_cpu_s"],
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_NOFILE: 64,
+    resource.RLIMIT_FSIZE: settings["scratch_bytes"],
+    resource.RLIMIT_AS: settings["memory_bytes"],
+    resource.RLIMIT_NPROC: settings["max_processes"],
+    resource.RLIMIT_MEMLOCK: 0,
+    resource.RLIMIT_MSGQUEUE: 0,
+    resource.RLIMIT_CPU: settings["session_cpu_s"],
   }
   for kind, value in limits.items():
     resource.setrlimit(kind, (value, value))

@@ -150,8 +150,13 @@ class Zygote:
     with theirs:
       self._process = subprocess.Popen(
         _command(config, bubblewrap, self._scratch, theirs.fileno()),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors, env={"LANG": "C.UTF-8"},
-        pass_fds=(theirs.fileno(),), start_new_session=True, cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=self._errors,
+        env={"LANG": "C.UTF-8"},
+        pass_fds=(theirs.fileno(),),
+        start_new_session=True,
+        cwd="/",
       )
     try:
       self.isolation = self._handshake()
@@ -241,11 +246,19 @@ def _command(config: PythonToolConfig, bubblewrap: bool, scratch: str, control_f
   site = {source: f"/site/{index}" for index, source in enumerate(config.python_path)}
   read_only = {path: path for path in (*_SYSTEM_PATHS, sys.base_prefix)} | site
   settings = {
-    "inside_bubblewrap": bubblewrap, "filters": _filters(), "scratch": scratch, "control_fd": control_fd,
-    "read_only": read_only | {path: path for path in _DEVICES}, "python_path": site,
-    "scratch_bytes": config.scratch_mb << 20, "memory_bytes": config.memory_mb << 20,
-    "max_processes": config.max_processes, "cpu_s": config.cpu_s, "session_cpu_s": config.session_cpu_s,
-    "traceback_frames": config.traceback_frames, "preload": config.preload,
+    "inside_bubblewrap": bubblewrap,
+    "filters": _filters(),
+    "scratch": scratch,
+    "control_fd": control_fd,
+    "read_only": read_only | {path: path for path in _DEVICES},
+    "python_path": site,
+    "scratch_bytes": config.scratch_mb << 20,
+    "memory_bytes": config.memory_mb << 20,
+    "max_processes": config.max_processes,
+    "cpu_s": config.cpu_s,
+    "session_cpu_s": config.session_cpu_s,
+    "traceback_frames": config.traceback_frames,
+    "preload": config.preload,
   }
   folder = pathlib.Path(__file__).parent
   names = ("_isolation", "_worker")
@@ -257,13 +270,40 @@ def _command(config: PythonToolConfig, bubblewrap: bool, scratch: str, control_f
   parents = ["/site", *(str(path) for path in reversed(pathlib.PurePath(sys.base_prefix).parents) if path.name)]
   parents = [path for path in parents if not path.startswith("/usr")]
   # Root needs no user namespace: the worker takes another user id for each session, which drops the capabilities.
-  user = ["--unshare-all"] if os.geteuid() else [
-    "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--cap-add", "ALL",
-  ]
+  user = (
+    ["--unshare-all"]
+    if os.geteuid()
+    else [
+      "--unshare-pid",
+      "--unshare-net",
+      "--unshare-ipc",
+      "--unshare-uts",
+      "--unshare-cgroup-try",
+      "--cap-add",
+      "ALL",
+    ]
+  )
   return [
-    "bwrap", *user, "--new-session",
+    "bwrap",
+    *user,
+    "--new-session",
     *(word for path in parents for word in ("--perms", "0755", "--dir", path)),
     *(word for source, target in read_only.items() for word in ("--ro-bind-try", source, target)),
-    "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp",
-    "--remount-ro", "/", "--clearenv", "--setenv", "LANG", "C.UTF-8", *python,
+    "--proc",
+    "/proc",
+    "--dev",
+    "/dev",
+    "--remount-ro",
+    "/dev",
+    "--tmpfs",
+    "/tmp",
+    "--chdir",
+    "/tmp",
+    "--remount-ro",
+    "/",
+    "--clearenv",
+    "--setenv",
+    "LANG",
+    "C.UTF-8",
+    *python,
   ]

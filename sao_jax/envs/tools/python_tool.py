@@ -62,8 +62,10 @@ class PythonSession:
     if not failure:
       return text
     reason = {
-      "died": "the interpreter ended", "timeout": f"time limit of {config.wall_s:g} s exceeded",
-      "threads": "threads were still running", "breach": "the interpreter's state was damaged",
+      "died": "the interpreter ended",
+      "timeout": f"time limit of {config.wall_s:g} s exceeded",
+      "threads": "threads were still running",
+      "breach": "the interpreter's state was damaged",
     }[failure]
     separator = "" if not text or text.endswith("\n") else "\n"
     return f"{text}{separator}[{reason}; variables are lost]\n"

@@ -6,9 +6,30 @@ import dataclasses
 from typing import Literal
 
 _PRELOAD = (
-  "math", "cmath", "random", "re", "json", "itertools", "functools", "collections", "fractions", "decimal",
-  "statistics", "string", "operator", "heapq", "bisect", "datetime", "time", "copy", "typing", "dataclasses", "enum",
-  "inspect", "textwrap", "numbers",
+  "math",
+  "cmath",
+  "random",
+  "re",
+  "json",
+  "itertools",
+  "functools",
+  "collections",
+  "fractions",
+  "decimal",
+  "statistics",
+  "string",
+  "operator",
+  "heapq",
+  "bisect",
+  "datetime",
+  "time",
+  "copy",
+  "typing",
+  "dataclasses",
+  "enum",
+  "inspect",
+  "textwrap",
+  "numbers",
 )
 
 

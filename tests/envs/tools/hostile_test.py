@@ -18,6 +18,7 @@ MAX_OUTPUT = 2000
 MARKER = hostile_programs.MARKER
 PROGRAMS = hostile_programs.PROGRAMS
 
+
 @pytest.fixture(scope="module", params=["subprocess", "bubblewrap"])
 def tool(request: pytest.FixtureRequest) -> Iterator[PythonTool]:
   """For programs that run into the wall-clock limit."""
@@ -32,7 +33,13 @@ def patient_tool(request: pytest.FixtureRequest) -> Iterator[PythonTool]:
 
 def make_tool(request: pytest.FixtureRequest, wall_s: float) -> Iterator[PythonTool]:
   config = PythonToolConfig(
-    backend=request.param, wall_s=wall_s, cpu_s=1, memory_mb=256, max_processes=8, scratch_mb=4, pool_size=2,
+    backend=request.param,
+    wall_s=wall_s,
+    cpu_s=1,
+    memory_mb=256,
+    max_processes=8,
+    scratch_mb=4,
+    pool_size=2,
     max_output_bytes=MAX_OUTPUT,
   )
   try:
