@@ -237,7 +237,7 @@ def _summary(
   token_s = counts["busy_seconds"] / (counts["chunks"] * parts.config.engine.chunk_steps)
   trajectories = sorted((x for x, _ in done), key=lambda x: x.episode_id)
   episodes = tuple(
-    Episode(tokens=x.num_actions, turns=x.num_turns, tool_s=spans[x.task_index].tool_s) for x in trajectories
+    Episode(tokens=x.num_actions, turns=x.num_turns, waits_s=(spans[x.task_index].tool_s,)) for x in trajectories
   )
   other_s = sum(spans[x.task_index].other_s for x in trajectories)
   decode_s = token_s * sum(x.tokens for x in episodes)

@@ -3,8 +3,9 @@
 What is modelled: engines of S slots that decode at a constant time per token (continuous batching: all slots step
 together), episodes that alternate between decoding and waiting for a tool, the trainer's time per step, the pause that
 new weights cost, and the admission rule of `rollout.queue`: an episode starts only if, were all earlier ones trained
-first, it would not come in too stale. Not modelled: slower decoding of fuller or longer caches, failures, episodes of
-one group that resemble each other, and a network that saturates.
+first, it would not come in too stale. A pause for weights holds up what decodes; tools run on, and an episode whose tool
+takes longer than the pause loses nothing. Not modelled: slower decoding of fuller or longer caches, failures, episodes
+of one group that resemble each other, and a network that saturates.
 
 Schedules:
   sync: a batch is generated, then trained on, then weights go out.
@@ -16,8 +17,10 @@ its live ones have finished, and then takes up the weights.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
+import math
 from collections.abc import Generator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -27,6 +30,7 @@ import simpy
 from experiments.cluster.workload import Episode, Workload
 
 Schedule = Literal["sync", "group_async", "async"]
+_ROUNDING_S = 1e-9
 Event = simpy.events.Event
 Process: TypeAlias = Generator[Event, Any, None]
 
@@ -124,6 +128,41 @@ class _Engine:
   loading: bool = False
 
 
+class _Progress:
+  """Where an episode is between its start and its end, in the time that it would take without pauses."""
+
+  def __init__(self, decode_s: float, waits_s: Sequence[float], began: float) -> None:
+    piece = decode_s / (len(waits_s) + 1)
+    self._wait_ends = np.cumsum(waits_s) + piece * np.arange(1, len(waits_s) + 1)
+    self._waits = waits_s
+    self._began = began
+    self._delay = 0.0
+    self._seen: int | None = None
+    self.total = decode_s + math.fsum(waits_s)
+
+  def delay_by(self, pauses: Sequence[float], length: float) -> float:
+    """What the pauses that have begun, at `pauses`, delay it by, since the last call."""
+    before = self._delay
+    if self._seen is None:
+      self._seen = bisect.bisect_right(pauses, self._began - length)
+    while self._seen < len(pauses):
+      start = max(pauses[self._seen], self._began)
+      at = start - self._began - self._delay
+      if at >= self.total - _ROUNDING_S:
+        break
+      self._delay += max(0.0, pauses[self._seen] + length - start - self._wait_left(at))
+      self._seen += 1
+    return self._delay - before
+
+  def _wait_left(self, at: float) -> float:
+    """How long the tool that runs then goes on; 0 while the episode decodes."""
+    index = int(np.searchsorted(self._wait_ends, at, side="right"))
+    if index == len(self._waits):
+      return 0.0
+    left = float(self._wait_ends[index]) - at
+    return left if left <= self._waits[index] else 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class _Finished:
   tokens: int
@@ -150,7 +189,7 @@ class _Cluster:
     self.arrival = self.env.event()
     self.capacity = 2 * config.batch_size if config.capacity is None else config.capacity
     self.room = self.env.event()  # happens when the trainer takes a batch
-    self.paused_s = self.pause_end = 0.0  # pauses of all engines at once (`in_flight`), begun so far
+    self.pauses: list[float] = []  # when all engines at once were paused (`in_flight`); they do not overlap
     self.decoding = self.decoded_s = self.integrated_to = 0.0  # slots that decode, on average over their episodes
     self.trained_s = self.measured_from = 0.0
     self.tokens = 0
@@ -214,8 +253,7 @@ class _Cluster:
       return None
     self._integrate()
     self.engine_version = self.version
-    self.paused_s += self.config.transfer_s
-    self.pause_end = self.env.now + self.config.transfer_s
+    self.pauses.append(self.env.now)
     return self.env.timeout(self.config.transfer_s)
 
   def _start_episodes(self) -> None:
@@ -235,16 +273,21 @@ class _Cluster:
   def _episode(self, engine: _Engine, episode: Episode, group: int) -> Process:
     version = self.engine_version if self._swaps_at_once else engine.version
     decode = self.config.generate_s(episode)
-    remaining = decode + episode.tool_s
-    share = decode / remaining if remaining else 0.0
+    progress = _Progress(decode, episode.waits_s, self.env.now)
+    share = decode / progress.total if progress.total else 0.0
     self._integrate()
     self.decoding += share
-    seen = self.paused_s - max(0.0, self.pause_end - self.env.now)
+    began, paused = self.env.now, self._paused_s()
+    remaining = progress.total
     while remaining > 0:
       yield self.env.timeout(remaining)
-      remaining, seen = self.paused_s - seen, self.paused_s
+      remaining = progress.delay_by(self.pauses, self.config.transfer_s)
     self._integrate()
     self.decoding -= share
+    if (seconds := self.env.now - began) > 0:
+      # What it waited for during pauses was not decoding's to lose: counted over its whole life, so partly before.
+      counted = share * (seconds - (self._paused_s() - paused))
+      self.decoded_s += (decode - counted) * min(1.0, (self.env.now - self.measured_from) / seconds)
     while len(self.ready) >= self.capacity:
       yield self.room
     engine.live -= 1
@@ -312,7 +355,12 @@ class _Cluster:
 
   def _integrate(self) -> None:
     """Adds up decoding time until now; nothing decodes during a pause."""
-    now = self.env.now
-    paused = max(0.0, min(now, self.pause_end) - max(self.integrated_to, self.pause_end - self.config.transfer_s))
-    self.decoded_s += self.decoding * max(0.0, now - self.integrated_to - paused)
-    self.integrated_to = now
+    unpaused = self.env.now - self._paused_s()
+    self.decoded_s += self.decoding * max(0.0, unpaused - self.integrated_to)
+    self.integrated_to = unpaused
+
+  def _paused_s(self) -> float:
+    """Time until now in which all engines were paused."""
+    if not self.pauses:
+      return 0.0
+    return (len(self.pauses) - 1) * self.config.transfer_s + min(self.config.transfer_s, self.env.now - self.pauses[-1])

@@ -19,8 +19,13 @@ class Episode:
   tokens: int
   """Action tokens."""
   turns: int
-  tool_s: float
-  """Seconds spent waiting for the environment, in all turns together."""
+  waits_s: tuple[float, ...] = ()
+  """Seconds of each wait for the environment; what is decoded is taken to lie evenly around them."""
+
+  @property
+  def tool_s(self) -> float:
+    """Seconds of all waits together."""
+    return math.fsum(self.waits_s)
 
 
 class Workload(Protocol):
@@ -66,7 +71,7 @@ class Distributions:
     total = np.cumsum(tokens)
     turns = min(turns, int(np.searchsorted(total, self.max_tokens)) + 1)
     waits = self.tool_s.draw(rng, turns - 1)
-    return Episode(tokens=int(min(total[turns - 1], self.max_tokens)), turns=turns, tool_s=float(waits.sum()))
+    return Episode(tokens=int(min(total[turns - 1], self.max_tokens)), turns=turns, waits_s=tuple(waits.tolist()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,4 +92,4 @@ class Recorded:
 
   def draw(self, rng: np.random.Generator) -> Episode:
     tokens, turns = self.episodes[int(rng.integers(len(self.episodes)))]
-    return Episode(tokens=tokens, turns=turns, tool_s=float(self.tool_s.draw(rng, max(0, turns - 1)).sum()))
+    return Episode(tokens=tokens, turns=turns, waits_s=tuple(self.tool_s.draw(rng, max(0, turns - 1)).tolist()))

@@ -61,7 +61,7 @@ def test_tool_is_that_of_the_task():
 
 
 def test_replay_starts_over():
-  episodes = [Episode(tokens=i, turns=1, tool_s=0.0) for i in (1, 2)]
+  episodes = [Episode(tokens=i, turns=1) for i in (1, 2)]
   replay = Replay(episodes)
   rng = np.random.default_rng(0)
   assert [replay.draw(rng).tokens for _ in range(5)] == [1, 2, 1, 2, 1]

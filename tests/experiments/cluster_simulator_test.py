@@ -20,7 +20,7 @@ class Constant:
   """Episodes of 8 s decoding and 2 s waiting."""
 
   def draw(self, rng: np.random.Generator) -> workload.Episode:
-    return workload.Episode(tokens=80, turns=4, tool_s=TOOL_S)
+    return workload.Episode(tokens=80, turns=4, waits_s=(TOOL_S,))
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class Alternating:
 
   def draw(self, rng: np.random.Generator) -> workload.Episode:
     self.count += 1
-    return workload.Episode(tokens=80, turns=4, tool_s=42.0 if self.count % 4 == 1 else TOOL_S)
+    return workload.Episode(tokens=80, turns=4, waits_s=(42.0 if self.count % 4 == 1 else TOOL_S,))
 
 
 def make(**changes) -> simulator.ClusterConfig:
@@ -73,11 +73,33 @@ def test_trainer_time_can_depend_on_tokens():
   assert run(make(train_s=1.0, train_token_s=0.03)).steps_per_s == pytest.approx(1 / (1.0 + 0.03 * 640))
 
 
-def test_a_pause_for_weights_delays_every_live_episode_by_its_length():
-  result = run(make(transfer_s=TRANSFER_S), num_steps=40)
-  # Each batch of 8 episodes fills all slots for 10 s, and one publication pauses them for 1 s.
-  assert result.steps_per_s == pytest.approx(1 / 11, rel=0.01)
-  assert result.slot_utilisation == pytest.approx(8 / 11, rel=0.01)
+@pytest.mark.parametrize(("train_s", "delay"), [(3.0, 1.0), (4.5, 0.0), (5.5, 0.5)])
+def test_a_pause_for_weights_delays_what_decodes_and_no_tool(train_s, delay):
+  # Each batch of 8 episodes fills all slots for 10 s: 4 s of decoding, a tool of 2 s, 4 s of decoding. One publication
+  # pauses them for 1 s, `train_s` after their start.
+  result = run(make(transfer_s=TRANSFER_S, train_s=train_s), num_steps=40)
+  assert result.steps_per_s == pytest.approx(1 / (10 + delay), rel=0.01)
+  assert result.slot_utilisation == pytest.approx(8 / (10 + delay), rel=0.01)
+
+
+def test_delays_by_pauses_are_those_of_walking_through_an_episode_second_by_second():
+  rng = np.random.default_rng(0)
+  for _ in range(100):
+    waits, decode, began, length = rng.integers(0, 9, rng.integers(0, 5)), rng.integers(0, 5) * 60, 50, 7
+    pauses = sorted(rng.choice(np.arange(5, 800, 8), rng.integers(0, 12), replace=False).tolist())
+    piece = int(decode) // (len(waits) + 1)
+    phases = [phase for wait in waits for phase in ("decode",) * piece + ("wait",) * int(wait)] + ["decode"] * piece
+    at, second = 0, began
+    while at < len(phases):
+      paused = any(pause <= second < pause + length for pause in pauses)
+      at += phases[at] == "wait" or not paused
+      second += 1
+    progress = simulator._Progress(float(decode), waits.tolist(), began)
+    assert progress.total == len(phases)
+    end = began + progress.total
+    while delay := progress.delay_by([pause for pause in pauses if pause < end], length):
+      end += delay
+    assert end == second
 
 
 def test_no_staleness_allowed_means_sync():
@@ -180,7 +202,7 @@ def test_capacity_below_a_batch_is_refused():
 def test_a_simulation_that_takes_no_time_is_refused():
   class Nothing:
     def draw(self, rng: np.random.Generator) -> workload.Episode:
-      return workload.Episode(tokens=1, turns=1, tool_s=0.0)
+      return workload.Episode(tokens=1, turns=1)
 
   with pytest.raises(ValueError, match="took no time"):
     simulator.simulate(make(token_s=0.0, turn_s=0.0, train_s=0.0, transfer_s=0.0), Nothing(), num_steps=2)

@@ -63,7 +63,7 @@ def test_recorded_trajectories_give_the_lengths(tmp_path):
   path = tmp_path / "t.jsonl"
   trajectories.write(path, [trajectory])
   recorded = workload.Recorded.read(path, tool_s=workload.LogNormal(median=3.0))
-  assert recorded.draw(np.random.default_rng(0)) == workload.Episode(tokens=3, turns=2, tool_s=3.0)
+  assert recorded.draw(np.random.default_rng(0)) == workload.Episode(tokens=3, turns=2, waits_s=(3.0,))
   path.write_text("")
   with pytest.raises(ValueError, match="holds no trajectory"):
     workload.Recorded.read(path, tool_s=workload.LogNormal(median=3.0))
