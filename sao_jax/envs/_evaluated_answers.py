@@ -1,4 +1,4 @@
-"""Answers that reasoning-gym's scorers evaluate as Python, made harmless.
+"""Answers that reasoning-gym's scorers evaluate as Python, or are fooled by, made harmless.
 
 Some of the package's `score_answer` methods hand the text to `eval` or to SymPy's `parse_expr`, which is `eval` too: a
 policy's answer would run in the training process, which it could take over, stop for ever (`9**9**9**9`) or make give
@@ -48,6 +48,9 @@ _POWER = re.compile(r"(\))?\s*\*\*\s*")
 _EXPONENT = re.compile(
   r"(?:\d{1,2}|-?\d{0,2}\*?[a-z]\b|\(\s*-?\d{0,2}\s*\*?\s*(?:[a-z]|\d{1,2}(?:\s*/\s*\d{1,2})?)\s*\))(?![\w.(])"
 )
+_TERM = r"(?>\d{1,300}|[a-z](?:\*\*\d{1,3})?)(?>\*[a-z](?:\*\*\d{1,3})?)*+"
+_EXPANDED = re.compile(rf"-?(?>{_TERM})(?>[-+]{_TERM})*+")
+_MAX_EXPANDED_CHARS = 10_000
 _MAX_CHARS, _MAX_LETTERS, _MAX_POWERS_OF_SUMS, _MAX_EXPONENT_OF_SUM = 1000, 4, 2, 12
 
 
@@ -83,14 +86,35 @@ def is_formula(text: str) -> bool:
   return powers_of_sums <= _MAX_POWERS_OF_SUMS
 
 
+def is_polynomial(text: str) -> bool:
+  """A formula, or a sum of terms that may be longer and have long coefficients.
+
+  >>> is_polynomial("(x + 1)*y"), is_polynomial("-12345678901234567890*x**57 + y - 3"), is_polynomial("9**9**9")
+  (True, True, False)
+  """
+  if is_formula(text):
+    return True
+  return len(text) <= _MAX_EXPANDED_CHARS and bool(_EXPANDED.fullmatch(re.sub(r"\s+", "", text)))
+
+
+def is_finite(text: str) -> bool:
+  """No number that is none: the distance of NaN to the right answer passes for the smallest.
+
+  >>> is_finite("3 + 2i"), is_finite("nan"), is_finite("1 + INFj")
+  (True, False, False)
+  """
+  return not re.search("nan|inf", text, re.IGNORECASE)
+
+
 FORMS: Mapping[str, Callable[[str], bool]] = {
   "simple_integration": is_formula,
   "intermediate_integration": is_formula,
-  "polynomial_multiplication": is_formula,
+  "polynomial_multiplication": is_polynomial,
   "puzzle24": is_arithmetic,
   "countdown": is_arithmetic,
+  "complex_arithmetic": is_finite,
 }
-"""Tasks whose scorers call `parse_expr`, and what they may be given."""
+"""Tasks whose scorers call `parse_expr`, or are fooled by NaN, and what they may be given."""
 
 
 def may_be_scored(task: str, answer: str) -> bool:

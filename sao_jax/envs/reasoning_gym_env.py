@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from sao_jax.envs._evaluated_answers import may_be_scored, read_literals
 from sao_jax.envs.text_game import Reply, Template, TextGame
+
+_MAX_ANSWER_CHARS = 20_000
+"""A longer answer scores 0, unless the package's own is as long: some scorers take seconds for texts without end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,8 @@ class ReasoningGymConfig:
   task: str
   """The package's name of the task: `"chain_sum"`, `"graph_color"`, ..."""
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Difficulty settings of the task, by the package's names: `{"min_terms": 2}`. They win over the curriculum's."""
+  """Difficulty settings of the task, by the package's names: `{"min_terms": 2}`. They win over the curriculum's. Task
+  "composite" mixes others: `{"datasets": [{"name": "chain_sum", "weight": 1.0, "config": {}}, ...]}`."""
   level: int | None = None
   """Level of the task's curriculum, from 0, for all its attributes (each stops at its highest); None: the defaults."""
   attribute_levels: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -49,7 +54,8 @@ class ReasoningGymConfig:
 class ReasoningGym(TextGame):
   """One problem per episode; the answer is what stands between the last `<answer>` and `</answer>`, else nothing.
 
-  Answers that a task's scorer would evaluate as Python are scored only in harmless forms (see `_evaluated_answers`).
+  Answers that a task's scorer would evaluate as Python are scored only in harmless forms (see `_evaluated_answers`). An
+  answer that the scorer stumbles over scores 0, with the reason as `info["scorer_error"]`.
 
   Raises:
     ValueError: an unknown task, setting, curriculum or attribute.
@@ -59,7 +65,8 @@ class ReasoningGym(TextGame):
     super().__init__(max_turns=config.max_turns, template=config.template)
     self.config = config
     self._dataset = _make_dataset(config)
-    read_literals(config.task, self._dataset)
+    for task, dataset in getattr(self._dataset, "datasets", {config.task: self._dataset}).items():
+      read_literals(task, dataset)
     self._entry: dict[str, Any] = {}
 
   @property
@@ -76,15 +83,35 @@ class ReasoningGym(TextGame):
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(text)
+    info: dict[str, Any] = {"answered": answer is not None}
     score = 0.0
-    if answer is not None and may_be_scored(self.config.task, answer):
-      score = float(self._dataset.score_answer(answer, self._entry))
-    info = {"success": score >= self.config.success_threshold, "answered": answer is not None, "score": score}
-    return Reply(reward=score, done=True, info=info)
+    task = self._entry["metadata"].get("source_dataset", self.config.task)  # of a composite, the one it is from
+    longest = max(_MAX_ANSWER_CHARS, 2 * len(self.gold_answer or ""))
+    if answer is not None and len(answer) <= longest and may_be_scored(task, answer):
+      try:
+        score = float(self._score(task, answer))
+      except Exception as error:  # noqa: BLE001 (told in `info`; if it is no fault of the answer, raised again below)
+        if self.gold_answer is not None:
+          self._score(task, self.gold_answer)
+        info["scorer_error"] = f"{type(error).__name__}: {error}"
+    if math.isnan(score):
+      score, info["scorer_error"] = 0.0, "the score is not a number"
+    if not 0.0 <= score <= 1.0:
+      raise ValueError(f"task {task!r} scores {score}, which must be in [0, 1], for the answer {answer!r}.")
+    return Reply(
+      reward=score, done=True, info=info | {"success": score >= self.config.success_threshold, "score": score}
+    )
+
+  def _score(self, task: str, answer: str) -> float:
+    if task == "game_of_life_halting":  # the package compares whether the texts are empty: every answer would be right
+      return float(answer.strip().lower() == str(self.gold_answer).lower())
+    score: float = self._dataset.score_answer(answer, self._entry)
+    return score
 
 
 def _make_dataset(config: ReasoningGymConfig) -> Any:
   import reasoning_gym
+  from reasoning_gym.composite import DatasetSpec
   from reasoning_gym.factory import DATASETS, create_curriculum, has_curriculum
 
   if config.task not in DATASETS:
@@ -102,6 +129,8 @@ def _make_dataset(config: ReasoningGymConfig) -> Any:
     settings = dict(vars(curriculum.generate_configuration()))
   settings |= {**config.settings, "size": config.size, "seed": config.seed}
   try:
+    if config.task == "composite":
+      settings["datasets"] = [DatasetSpec(**spec) for spec in settings.get("datasets", ())]
     return reasoning_gym.create_dataset(config.task, **settings)
   except (TypeError, AssertionError) as error:
-    raise ValueError(f"settings do not fit task {config.task!r}: {error}; received {dict(config.settings)}.") from error
+    raise ValueError(f"settings do not fit task {config.task!r}: {error}; they are {settings}.") from error
