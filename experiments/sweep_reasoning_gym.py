@@ -48,6 +48,7 @@ _COMPOSITE = {
 KNOWN: Mapping[tuple[str, str], str] = {
   ("caesar_cipher", "making"): "its curriculum ends at rotations that it refuses",
   ("codeio", "problems are not"): "some of its programs draw numbers of their own",
+  ("jugs", "making"): "the last level of its curriculum takes minutes a problem",
   ("jugs", "its own answer"): "some of its problems have no solution, which no answer gets anything for",
   ("knight_swap", "making"): "its curriculum begins at boards that it refuses",
   ("modulo_grid", "making"): "its curriculum has a target of 0, which it refuses",

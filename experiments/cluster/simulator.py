@@ -3,9 +3,9 @@
 What is modelled: engines of S slots that decode at a constant time per token (continuous batching: all slots step
 together), episodes that alternate between decoding and waiting for a tool, the trainer's time per step, the pause that
 new weights cost, and the admission rule of `rollout.queue`: an episode starts only if, were all earlier ones trained
-first, it would not come in too stale. A pause for weights holds up what decodes; tools run on, and an episode whose tool
-takes longer than the pause loses nothing. Not modelled: slower decoding of fuller or longer caches, failures, episodes
-of one group that resemble each other, and a network that saturates.
+first, it would not come in too stale. A pause for weights holds up what decodes; tools run on, and an episode whose
+tool takes longer than the pause loses nothing. Not modelled: slower decoding of fuller or longer caches, failures,
+episodes of one group that resemble each other, and a network that saturates.
 
 Schedules:
   sync: a batch is generated, then trained on, then weights go out.

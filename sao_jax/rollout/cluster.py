@@ -8,12 +8,10 @@ action token says which one sampled it, and the queue's rules do the rest.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +23,7 @@ import numpy as np
 from sao_jax.rollout.actor import EngineActor, EngineFactory, Report
 from sao_jax.rollout.cluster_config import ClusterConfig
 from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.rollout.ray_connection import RayConnection
 from sao_jax.rollout.weights import WeightStore
 from sao_jax.types import Trajectory
 
@@ -82,7 +81,6 @@ class EngineCluster:
   def __init__(self, make_engine: EngineFactory, config: ClusterConfig, *, slots_per_engine: int):
     if config.num_engines < 1:
       raise ValueError(f"ClusterConfig.num_engines must be >= 1 for a cluster; received {config.num_engines}.")
-    self._ray = _import_ray()
     self._make_engine = make_engine
     self._config = config
     self._slots = slots_per_engine
@@ -98,12 +96,8 @@ class EngineCluster:
     self._past_counters: list[Mapping[str, Any]] = []
     """Of engines that are no more."""
     self._counting = threading.Lock()
-    self._owns_ray = not self._ray.is_initialized()
-    if self._owns_ray:
-      # Ray gives its processes a niceness of 15; beside a learner on the same cores the engines would get next to none.
-      os.environ.setdefault("RAY_worker_niceness", "0")
-      with _keep_sigterm():
-        self._ray.init(address=config.address, include_dashboard=False, logging_level=logging.WARNING)
+    self._connection = RayConnection(config)
+    self._ray = self._connection.ray
     self._actor_class = self._ray.remote(EngineActor)
 
   def run(
@@ -120,6 +114,7 @@ class EngineCluster:
     Raises:
       RuntimeError: an engine died more than `max_restarts` times in a row.
       TimeoutError: an engine was not up within `start_timeout_s`: no room in the cluster, perhaps.
+      ConnectionError: the cluster's head was out of reach for `head_timeout_s`.
       Exception: what an engine raised.
     """
     if not self._driving.acquire(blocking=False):
@@ -140,12 +135,16 @@ class EngineCluster:
             emit(trajectory)
         now = time.monotonic()
         # Time that `emit` waited, or that this process was suspended, is not held against the engines.
-        self._check_silence(min(now - last, _LONGEST_TICK_S), fail)
+        seconds = min(now - last, _LONGEST_TICK_S)
+        self._connection.check(seconds)
+        self._check_silence(seconds, fail)
         last = now
     finally:
       try:
         errors = self._end_engines()
       finally:
+        if self._connection.lost:
+          self._connection.close()  # at once: Ray would end this process before it has saved anything
         self._driving.release()
     if errors:
       raise errors[0]
@@ -174,8 +173,7 @@ class EngineCluster:
       # Any call of Ray's after its shutdown would start it anew. It ends with this process.
       _log.warning("the thread that runs the rollout engines does not end; Ray is left running.")
       return
-    if self._owns_ray and self._ray.is_initialized():
-      self._ray.shutdown()
+    self._connection.close()
     self._driving.release()
 
   def __enter__(self) -> EngineCluster:
@@ -354,14 +352,6 @@ class EngineCluster:
     return errors
 
 
-def _import_ray() -> Any:
-  try:
-    import ray
-  except ImportError as error:
-    raise ImportError("engines in Ray actors need Ray: pip install 'sao_jax[cluster]'.") from error
-  return ray
-
-
 def _owned(trajectory: Trajectory) -> Trajectory:
   """A copy outside the object store, whose memory the arrays of an answer would keep; checked anew on the way."""
   return dataclasses.replace(
@@ -372,14 +362,3 @@ def _owned(trajectory: Trajectory) -> Trajectory:
     versions=np.array(trajectory.versions),
     rewards=np.array(trajectory.rewards),
   )
-
-
-@contextlib.contextmanager
-def _keep_sigterm() -> Iterator[None]:
-  """Undoes that `ray.init` replaces the process's handler of SIGTERM."""
-  before = signal.getsignal(signal.SIGTERM)
-  try:
-    yield
-  finally:
-    if threading.current_thread() is threading.main_thread():
-      signal.signal(signal.SIGTERM, before)

@@ -25,6 +25,10 @@ class ClusterConfig:
   """Environment of the engines' processes. JAX_PLATFORMS is the learner's unless named here."""
   max_restarts: int = 3
   """Times in a row that an engine may be replaced; an episode that was on so many engines that died fails."""
+  connect_timeout_s: float = 180.0
+  """How long it may take to join the Ray cluster, or to start one."""
+  head_timeout_s: float = 20.0
+  """The run ends, with an error, once the cluster's head is out of reach for so long; after 60 s Ray ends processes."""
   start_timeout_s: float = 600.0
   """How long an engine may take to be up; waiting for room in the cluster counts."""
   silence_timeout_s: float = 120.0
@@ -37,6 +41,6 @@ class ClusterConfig:
     for name, amount in {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **self.resources}.items():
       if not 0 <= amount < math.inf:
         raise ValueError(f"ClusterConfig.{name} must be finite and >= 0; received {amount}.")
-    for name in ("start_timeout_s", "silence_timeout_s"):
+    for name in ("connect_timeout_s", "head_timeout_s", "start_timeout_s", "silence_timeout_s"):
       if not getattr(self, name) > 0:
         raise ValueError(f"ClusterConfig.{name} must be > 0; received {getattr(self, name)}.")

@@ -48,6 +48,62 @@ def test_difficulty_by_settings_and_by_curriculum() -> None:
   assert operands(level=99) >= 2
 
 
+@pytest.mark.parametrize("answer", ["nan", "NaN + 3i", "nanj", "inf"])
+def test_what_is_no_number_is_not_near_the_right_one(answer: str) -> None:
+  env = ReasoningGym(ReasoningGymConfig(task="complex_arithmetic"))
+  env.reset(0)
+  assert env.step(f"<answer>{answer}</answer><|end|>").reward == 0.0
+
+
+def test_an_answer_that_the_scorer_stumbles_over_scores_nothing_and_says_why() -> None:
+  env = ReasoningGym(ReasoningGymConfig(task="coin_flip"))
+  env.reset(0)
+  step = env.step("<answer>1e999</answer><|end|>")
+  assert step.done and step.reward == 0.0 and "OverflowError" in step.info["scorer_error"]
+
+
+def test_a_scorer_that_fails_for_the_right_answer_too_is_no_fault_of_the_answer(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  env = ReasoningGym(ReasoningGymConfig(task="coin_flip"))
+  env.reset(0)
+  monkeypatch.setattr(env._dataset, "score_answer", lambda answer, entry: entry["no such field"])
+  with pytest.raises(KeyError, match="no such field"):
+    env.step("<answer>0.5</answer><|end|>")
+
+
+def test_a_scorer_that_says_yes_to_every_text_is_not_asked() -> None:
+  env = ReasoningGym(ReasoningGymConfig(task="game_of_life_halting"))
+  for index in range(6):
+    env.reset(index)
+    right = str(env.gold_answer)
+    for answer, reward in ((right, 1.0), (right.lower(), 1.0), (str(right != "True"), 0.0), ("banana", 0.0)):
+      env.reset(index)
+      assert env.step(f"<answer>{answer}</answer><|end|>").reward == reward, (right, answer)
+
+
+def test_an_answer_without_end_is_not_scored() -> None:
+  env = ReasoningGym(ReasoningGymConfig(task="spell_backward"))
+  env.reset(0)
+  assert env.step(f"<answer>{'a' * 30_000}</answer><|end|>").reward == 0.0
+
+
+def test_a_mixture_scores_each_problem_by_the_rules_of_its_own_set() -> None:
+  names = ["chain_sum", "n_queens", "puzzle24"]
+  settings = {"datasets": [{"name": name, "weight": 1.0, "config": {}} for name in names]}
+  env = ReasoningGym(ReasoningGymConfig(task="composite", settings=settings, size=30))
+  seen = set()
+  for index in range(30):
+    env.reset(index)
+    seen.add(env._entry["metadata"]["source_dataset"])
+    assert env.step(f"<answer>{env.gold_answer}</answer><|end|>").reward == 1.0
+    env.reset(index)
+    assert env.step("<answer>__import__('os').getpid()</answer><|end|>").reward < 0.1
+  assert seen == set(names)
+  with pytest.raises(ValueError, match=r"missing 2 required .* they are .*'name': 'x'"):
+    ReasoningGym(ReasoningGymConfig(task="composite", settings={"datasets": [{"name": "x"}]}))
+
+
 def test_seeds_give_other_problems() -> None:
   one, two = (ReasoningGym(ReasoningGymConfig(task="products", seed=seed)) for seed in (0, 10_000))
   assert one.reset(0) != two.reset(0)

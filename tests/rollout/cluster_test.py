@@ -1,4 +1,4 @@
-"""Engines in Ray actors, on a real Ray cluster of this machine; actors die and hang."""
+"""Engines in Ray actors, on a real Ray cluster of this machine: actors die and hang, driver and head are killed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +27,13 @@ from sao_jax.types import Trajectory
 from tests.rollout import cluster_engines
 from tests.rollout.fakes import assert_logps_true, make_params
 
+ROOT = pathlib.Path(__file__).parents[2]
 BALLAST = 8 * 2**20
 PARAMS = {v: {**make_params(v), "ballast": jnp.full(BALLAST // 4, v, jnp.float32)} for v in range(12)}
 WAITS = 1_000
 """Of 0.1 s."""
+
+pytestmark = pytest.mark.xdist_group("ray")  # one Ray for all of them
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -177,24 +183,31 @@ def test_weights_in_flight_and_a_killed_engine():
     run.waiting = run.waiting[:8]
     n += 8
     done += run.take(n - len(done))
-    counts = run.queue.counters
     wait_until(lambda: BALLAST <= bytes_in_store() < 3 * BALLAST)  # the newest version, and perhaps the one before
+    # Both have nothing to do now. One dies; what comes next goes to the other, and then to its replacement too.
+    idle = next(pid for x in reversed(done) if (pid := process_of(x)))
+    os.kill(idle, signal.SIGKILL)
+    run.waiting = [EpisodeRequest(task_index=i, episode_id=i, group_id=i) for i in range(n, n + 8)]
+    n += 8
+    done += run.take(8)
+    wait_until(lambda: run.cluster.counters["engine_restarts"] == 2)
+    counts = run.queue.counters
     counters = run.cluster.counters
     pids = {pid for x in done if (pid := process_of(x))}
   assert sorted(x.episode_id for x in done) == list(range(n))
   assert counts["started"] == counts["finished"] == counts["used"] == n and counts["failed"] == 0
   assert run.queue.running() == [] and run.failed == []
-  assert counters["engine_restarts"] == 1 and len(pids) == 3
+  assert counters["engine_restarts"] == 2 and len(pids) >= 3
   for x in done:
     assert_logps_true(x, PARAMS)
   assert any(x.mixed_versions for x in done)
   assert max(x.versions.max() for x in done) == 11
-  assert_gone(pids - {victim})
+  assert_gone(pids)
 
 
 def test_an_engine_that_hangs_is_replaced_and_an_episode_that_kills_its_engines_fails_alone(tmp_path: pathlib.Path):
   make_engine = functools.partial(cluster_engines.make_engine, deadly_task=2, hung=tmp_path / "hung")
-  with running(make_engine, 12, num_engines=1, max_restarts=3, silence_timeout_s=8.0) as run:
+  with running(make_engine, 12, num_engines=1, max_restarts=3, silence_timeout_s=3.0) as run:
     done = run.take(11)
     wait_until(lambda: run.failed)
   assert_gone({int((tmp_path / "hung").read_text())})
@@ -231,9 +244,63 @@ def test_engines_that_keep_dying_end_the_run():
 
 
 def test_a_cluster_without_room_says_so():
-  run = Run(cluster_engines.make_engine, 5, num_engines=1, num_cpus=64.0, start_timeout_s=1.5)
+  run = Run(cluster_engines.make_engine, 5, num_engines=1, num_cpus=64.0, start_timeout_s=0.5)
   text = error_of(run, TimeoutError)
   assert "engine 0 of 1 was not up" in text and "num_cpus = 64.0" in text and "'CPU': 2.0" in text
+
+
+DRIVER = """
+import sys, threading
+import psutil
+from sao_jax.rollout import EpisodeRequest, WeightStore
+from sao_jax.rollout.cluster import EngineCluster
+from sao_jax.rollout.cluster_config import ClusterConfig
+from tests.rollout import cluster_engines
+from tests.rollout.fakes import make_params
+requests = [EpisodeRequest(task_index=i, episode_id=i, group_id=i) for i in range(20_000)]
+config = ClusterConfig(address=sys.argv[1], num_engines=1, num_cpus=0.5, head_timeout_s=1.0)
+cluster = EngineCluster(cluster_engines.make_engine, config, slots_per_engine=4)
+weights = WeightStore()
+weights.publish(make_params(0), 0)
+heads = [x for x in psutil.Process().children(recursive=True) if "gcs_server" in x.name()]
+
+def emit(trajectory):
+  pid = round(trajectory.total_reward * 4096)
+  if pid:
+    print(pid, flush=True)
+    while heads:
+      heads.pop().kill()
+
+try:
+  cluster.run(weights, lambda: requests.pop() if requests else None, emit, threading.Event())
+except ConnectionError as error:
+  print(error)
+  cluster.close()
+"""
+
+
+def driver(address: str) -> subprocess.Popen[str]:
+  """A process with a cluster of one engine; prints the process of the engine once per episode."""
+  return subprocess.Popen([sys.executable, "-c", DRIVER, address], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def test_the_engines_of_a_killed_driver_end_by_themselves_and_the_cluster_goes_on():
+  with driver(ray.get_runtime_context().gcs_address) as process:
+    pid = int(process.stdout.readline())
+    assert psutil.pid_exists(pid)
+    process.kill()
+  assert_gone({pid})
+  wait_until(lambda: ray.available_resources().get("CPU") == 2.0)
+
+
+def test_a_head_that_is_killed_ends_the_run_before_ray_ends_the_process():
+  """The driver starts a Ray of its own, and kills its head when the first episode is there."""
+  with driver("local") as process:
+    output, _ = process.communicate(timeout=150)
+  *pids, message = output.splitlines()
+  assert re.fullmatch(r"the head of the Ray cluster, .* ClusterConfig\.head_timeout_s = 1\.0: .*", message)
+  assert process.returncode == 0
+  assert_gone(set(map(int, pids)))
 
 
 @pytest.mark.parametrize(
