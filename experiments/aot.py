@@ -149,7 +149,10 @@ def _batch_shardings(x: Any, mesh: Mesh) -> Any:
 
 
 def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
-  """One token for every slot: logits of the next one, caches of `seq` tokens updated in place."""
+  """One token for every slot: logits of the next one, caches of `seq` tokens updated in place.
+
+  Weights have the learner's dtype, as the engine's copy of them has.
+  """
   policy = cached_policy(model)
 
   def step(params: Any, window: Any, tokens: jax.Array, i: jax.Array) -> tuple[jax.Array, Any]:
@@ -157,8 +160,7 @@ def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.sta
     hidden, window = policy.step(prepared, window, tokens, i)
     return jnp.dot(hidden, policy.lm_head(prepared), preferred_element_type=jnp.float32), window
 
-  shapes = policy_shapes(model)
-  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, model.compute_dtype), shapes)
+  params = policy_shapes(model)
   rows = tuple(axis for axis in ROWS if mesh.shape[axis] > 1) or None
   slots = jax.ShapeDtypeStruct((load.slots,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
   whole = NamedSharding(mesh, PartitionSpec())

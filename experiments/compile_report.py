@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from absl import app, flags
@@ -70,9 +70,11 @@ def main(argv: Sequence[str]) -> None:
   target = _TOPOLOGY.value or f"{mesh.size} virtual CPU devices"
   print(f"{_MODEL.value} on {target}: {axes}; {load.rows} rows x {load.seq} tokens, {load.slots} slots")
   print(f"attention_impl={model.attention_impl} moe_impl={model.moe_impl} remat={model.remat} dtype={model.dtype}")
-  report_resident(model, learner, mesh)
-  for name in _PROGRAMS.value:
-    report_program(name, model, learner, mesh, load)
+  state = report_resident(model, learner, mesh)
+  programs = {name: report_program(name, model, learner, mesh, load) for name in _PROGRAMS.value}
+  compiled = {name: program for name, program in programs.items() if program is not None}
+  if compiled.keys() == set(PROGRAMS):
+    report_run(state, compiled)
 
 
 def build_mesh(config: MeshConfig, topology: str | None) -> Mesh:
@@ -102,14 +104,14 @@ def build_model() -> ModelConfig:
   )
 
 
-def report_resident(model: ModelConfig, learner: LearnerConfig, mesh: Mesh) -> None:
-  """Weights and optimizer states by the rules, and what freezing leaves out."""
+def report_resident(model: ModelConfig, learner: LearnerConfig, mesh: Mesh) -> int:
+  """Weights and optimizer states by the rules, and what freezing leaves out; returns the bytes per device."""
   state = aot.state_shapes(model, learner)
   print(f"\n{'resident':<22}{'total':>12}{'per device':>12}")
   parts = ("policy", "policy_opt", "critic", "critic_opt")
-  for name in parts:
-    tree = getattr(state, name)
-    print(f"{name:<22}{readable(aot.total_bytes(tree)):>12}{readable(aot.device_bytes(tree, mesh)):>12}")
+  on_device = [aot.device_bytes(getattr(state, name), mesh) for name in parts]
+  for name, size in zip(parts, on_device, strict=True):
+    print(f"{name:<22}{readable(aot.total_bytes(getattr(state, name))):>12}{readable(size):>12}")
   rows = parameter_counts(state.critic, learner.frozen_critic)
   print(f"\n{'critic':<12}{'parameters':>18}{'trainable':>18}")
   for row in rows:
@@ -121,20 +123,38 @@ def report_resident(model: ModelConfig, learner: LearnerConfig, mesh: Mesh) -> N
     f"{readable(gradient)} of gradients and {readable(moments)} of Adam moments, "
     f"{readable((gradient + moments) / mesh.size)} per device"
   )
+  return sum(on_device)
 
 
-def report_program(name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload) -> None:
-  start = time.monotonic()
+def report_run(state: int, programs: Mapping[str, aot.Program]) -> None:
+  """What a run holds at once: both models, the larger update's temporaries, the engine's copy and its caches."""
+  update = max(programs[name].temporaries for name in ("policy", "critic"))
+  engine = programs["decode"].arguments + programs["decode"].temporaries
+  total = state + update + engine
+  print(
+    f"\na whole run{_verdict(total)}\n  per device: learner's state {readable(state)}, an update's temporaries "
+    f"{readable(update)}, engine {readable(engine)}, together {readable(total)}"
+  )
+
+
+def _verdict(size: float) -> str:
   limit = _HBM_GB.get((_TOPOLOGY.value or "").split(":")[0])
+  return "" if limit is None else f", {'fits' if size < limit * 1e9 else 'DOES NOT FIT'} {limit} GB"
+
+
+def report_program(
+  name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload
+) -> aot.Program | None:
+  """Compiles one program and prints its figures; None if the compiler refuses it for its size."""
+  start = time.monotonic()
   try:
     program, how = compile_at_depth(lambda m: _lower(name, m, learner, mesh, load), model)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     print(f"\n{name} step: DOES NOT FIT: {str(error).splitlines()[0][:400]}")
-    return
-  fits = "" if limit is None else f", {'fits' if program.peak < limit * 1e9 else 'DOES NOT FIT'} {limit} GB"
-  print(f"\n{name} step ({how}; {time.monotonic() - start:.0f} s){fits}")
+    return None
+  print(f"\n{name} step ({how}; {time.monotonic() - start:.0f} s){_verdict(program.peak)}")
   print(
     f"  per device: arguments {readable(program.arguments)}, temporaries {readable(program.temporaries)}, output "
     f"{readable(program.outputs)} ({readable(program.aliased)} in place), peak {readable(program.peak)}"
@@ -143,6 +163,7 @@ def report_program(name: str, model: ModelConfig, learner: LearnerConfig, mesh: 
   print(f"  {program.flops / 1e12:.3f} TFLOP, {moved} moved (kernels and repeated loop trips not counted)")
   for kind, traffic in program.collectives.items():
     print(f"  {kind:<20}{traffic.count:>8} x  {readable(traffic.bytes):>12} in all")
+  return program
 
 
 def compile_at_depth(lower: Callable[[ModelConfig], jax.stages.Lowered], model: ModelConfig) -> tuple[aot.Program, str]:

@@ -81,7 +81,7 @@ def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console) 
 
 def success_table(summary: Mapping[str, Any]) -> Table:
   """Held-out success before and after RL; the summary of a run that was evaluated."""
-  table = Table(title="held-out success, pass@1 at temperature 1")
+  table = Table(title="held-out success, pass@1")
   for column in ("", "success", "95 % interval", "n"):
     table.add_column(column)
   for name in ("before", "after"):

@@ -6,6 +6,9 @@
     --config.env.factory=experiments.domains.chat:math
     --config.env.options="{'checkpoint': 'path/of/checkpoint', 'train': 'train.jsonl', 'held_out': 'test.jsonl'}"
 
+    --config.env.factory=experiments.domains.chat:coding
+    --config.env.options="{'checkpoint': 'path/of/checkpoint', 'max_turns': 30}"
+
 `checkpoint` is a Hugging Face directory (`tokenizer.json`, chat template) or a GGUF file.
 """
 
@@ -18,8 +21,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
+from experiments.domains import standard
 from experiments.domains.options import checked
 from sao_jax.envs.chat import ChatEnv, Question
+from sao_jax.envs.chat_game import ChatGame
 from sao_jax.envs.math_grading import MathGrader
 from sao_jax.envs.reasoning_gym_env import ReasoningGym, ReasoningGymConfig
 from sao_jax.envs.tools import PythonTool, PythonToolConfig
@@ -128,6 +133,27 @@ def math(
   )  # fmt: skip
 
 
+def coding(
+  *, checkpoint: str, system: str | None = None, template: Mapping[str, Any] | None = None, **options: Any
+) -> Domain:
+  """HumanEval problems with injected bugs, worked on by commands; see `standard.coding`. No demonstrations.
+
+  Args:
+    checkpoint: whose tokenizer and template are used.
+    system: text of the system's turn; None: no such turn.
+    template: switches of the chat template.
+    **options: those of `standard.coding`.
+  """
+  chat = Chat.load(checkpoint, **(template or {}))
+  commands = standard.coding(**options)
+  return dataclasses.replace(
+    commands,
+    make_env=lambda split: ChatGame(chat, commands.make_env(split), system=system),
+    tokenizer=chat.tokenizer,
+    demonstrate=None,
+  )
+
+
 def _domain(
   checkpoint: str,
   questions: Callable[[Split], Callable[[int], Question]],
@@ -174,8 +200,10 @@ def _score(game: ReasoningGym, said: str, answer: Answer) -> float:
 
 
 def _read(path: str, question_field: str, answer_field: str) -> list[tuple[str, str]]:
-  problems = []
-  for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), 1):
+  file, problems = pathlib.Path(path), []
+  if not file.is_file():
+    raise FileNotFoundError(f"env.options train and held_out must name JSONL files of problems; there is no {path!r}.")
+  for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
     try:
       row = json.loads(line)
       question, answer = row[question_field], row[answer_field]

@@ -4,8 +4,10 @@
     pip install -e '.[gguf,hf]'
     python -m experiments.train --config=experiments/presets/smollm2_135m_reasoning.py
 
-No warm start: SAO from the published weights on sums of two one-digit numbers, single-turn, the last number of the
-reply graded. A demonstration that real checkpoints go in and train, at the pace of two cores, not a benchmark.
+No warm start: SAO from the published weights on sums and differences of two one-digit numbers, single-turn, the last
+number of the reply graded. Temperature 0.7, at which about a fifth of the replies are right; at 1 it is a seventh, and
+most replies ramble on until they are cut off. A demonstration that real checkpoints go in and train, at the pace of two
+cores, not a benchmark.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
 from sao_jax.learner import LearnerConfig, OptimizerConfig
 from sao_jax.rollout import EngineConfig
 
-MAX_LEN = 72
+MAX_LEN = 64
+TEMPERATURE = 0.7
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -57,19 +60,21 @@ def make_config(checkpoint: pathlib.Path) -> RunConfig:
       pretraining_optimizer=OptimizerConfig(learning_rate=1e-4),
     ),
     learner=LearnerConfig(
-      policy_optimizer=OptimizerConfig(learning_rate=1e-5),
+      policy_optimizer=OptimizerConfig(learning_rate=2e-5),
       critic_optimizer=OptimizerConfig(learning_rate=3e-5, warmup_steps=10),
       eps_low=0.3,
       eps_high=5.0,
-      row_length=MAX_LEN,
-      rows_per_microbatch=4,
+      temperature=TEMPERATURE,
+      row_length=4 * MAX_LEN,
+      rows_per_microbatch=1,
       min_microbatches=8,
       logprob_chunk_size=128,
     ),
     engine=EngineConfig(
       num_slots=32,
+      temperature=TEMPERATURE,
       max_len=MAX_LEN,
-      max_action_tokens=24,
+      max_action_tokens=16,
       max_turns=1,
       chunk_steps=8,
       prefill_rows=(8,),
@@ -85,6 +90,7 @@ def make_config(checkpoint: pathlib.Path) -> RunConfig:
         "settings": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         "answer": "number",
         "instruction": "",
+        "system": "Reply with the number only.",
       },
     ),
     checkpoint=CheckpointConfig(every_steps=10),

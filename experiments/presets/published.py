@@ -1,0 +1,92 @@
+"""What the presets for published checkpoints share: the checkpoint on disk, and the paper's long-context settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from experiments.presets.model_configs import qwen3_30b_a3b
+from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
+from sao_jax.learner import OptimizerConfig, learner_config
+from sao_jax.rollout import EngineConfig
+from sao_jax.sharding import MeshConfig
+
+PAPER_LEN = 131_072
+VALUE_OPTIMIZER = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)
+
+
+def find_checkpoint(directory: str, *, repository: str) -> str:
+  """The directory, if a checkpoint with its tokenizer lies in it.
+
+  Args:
+    directory: what stands behind the colon of `--config=PRESET.py:DIRECTORY`.
+    repository: whose files belong there, for the message.
+
+  Raises:
+    FileNotFoundError: it is not there, or lacks `config.json` or `tokenizer.json`.
+  """
+  folder = pathlib.Path(directory)
+  missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+  if missing:
+    state = f"has no {' and no '.join(missing)}" if folder.is_dir() else "is not a directory"
+    raise FileNotFoundError(
+      f"this preset needs the files of {repository} (config, weights, tokenizer) in a directory, named behind a colon: "
+      f"--config=PRESET.py:DIRECTORY; received {directory!r}, which {state}."
+    )
+  return directory
+
+
+def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: float, max_turns: int) -> RunConfig:
+  """Qwen3-30B-A3B on rows of 131,072 tokens, with what the paper's two settings have in common.
+
+  The paper's: batch of 128 single rollouts, policy at 1e-6, value model at 5e-6 with 10 steps of warm-up, K = 2, frozen
+  attention, critic's lambda 1, policy's 1 - 1 / (1.5 l), temperature 1. Ours, since it does not say: the number of
+  steps, the trajectories of value pretraining, staleness, checkpoints, and the sizes of engine and mesh (64 devices of
+  95 GB; others with `--config.mesh.fsdp=N`, N a divisor of 8, or -1).
+
+  Args:
+    checkpoint: the model's directory.
+    env: the task.
+    eps_low: lower bound of the ratio, as 1 - eps_low.
+    eps_high: upper bound, as 1 + eps_high.
+    max_turns: actions of a trajectory.
+  """
+  return RunConfig(
+    num_steps=400,
+    batch_size=128,
+    group_size=1,
+    eval_episodes=480,
+    policy=dataclasses.replace(qwen3_30b_a3b(), dtype="bfloat16", remat="full"),
+    policy_checkpoint=checkpoint,
+    critic=CriticConfig(pretraining_trajectories=1_024, pretraining_epochs=1, pretraining_optimizer=VALUE_OPTIMIZER),
+    learner=learner_config(
+      "sao",
+      policy_optimizer=OptimizerConfig(learning_rate=1e-6),
+      critic_optimizer=VALUE_OPTIMIZER,
+      eps_low=eps_low,
+      eps_high=eps_high,
+      alpha=1.5,
+      critic_updates=2,
+      lambda_critic=1.0,
+      frozen_critic=("attention",),
+      row_length=PAPER_LEN,
+      rows_per_microbatch=8,
+      logprob_chunk_size=4_096,
+    ),
+    engine=EngineConfig(
+      num_slots=64,
+      max_len=PAPER_LEN,
+      max_action_tokens=PAPER_LEN,
+      max_turns=max_turns,
+      temperature=1.0,
+      chunk_steps=32,
+      prefill_rows=(8,),
+      prefill_tokens=(512, 4_096),
+      live_buckets=(8_192, 32_768, PAPER_LEN),
+      env_workers=64,
+      env_timeout_s=600.0,
+    ),
+    env=env,
+    mesh=MeshConfig(data=1, fsdp=8, context=8),
+    checkpoint=CheckpointConfig(every_steps=10),
+  )

