@@ -5,8 +5,9 @@ Isolation is taken step by step, as far as the system allows, and reported to th
   each session a pid and a mount namespace, an empty tmpfs of limited size on /tmp, and a user id of its own;
 - as a normal user: the same through a user namespace, and for each session a nested one, by which its processes are
   counted;
-- where namespaces are refused: an empty directory per session, Landlock for files, and a seccomp filter that lets a
-  session neither make processes nor signal others (the same where the limit of processes does not bind).
+- where namespaces are refused: an empty directory per session, which ends with the session that outgrows it, Landlock
+  for files, and a seccomp filter that lets a session neither make processes nor signal others (the same where the
+  limit of processes does not bind).
 Everywhere: resource limits, and a seccomp filter (see `_seccomp`).
 """
 
@@ -28,6 +29,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE =
 _PIVOT_ROOT: Mapping[str, int] = {"x86_64": 155, "aarch64": 41}
 _OWN_PID = b"\xf1\xff\xff\x7f"  # stands for the session's process id in the filter of `_seccomp`
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 15, 22, 36, 38
+MAX_SCRATCH_ENTRIES = 1024
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_ALL, _LANDLOCK_READ = 0x1FFF, 1 | 4 | 8  # the rights of its first version; execute, read file, read directory
 
@@ -117,6 +119,72 @@ def adopt_orphans() -> None:
   call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def die_with_parent() -> None:
+  """Ends this process when its parent ends."""
+  call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def is_larger(directory: str, max_bytes: int, max_entries: int) -> bool:
+  """Whether a directory holds more than that: what a tmpfs of its own would not let it."""
+  size = count = 0
+  folders = [directory]
+  while folders:
+    try:
+      with os.scandir(folders.pop()) as entries:
+        for entry in entries:
+          count += 1
+          size += entry.stat(follow_symlinks=False).st_blocks * 512
+          if entry.is_dir(follow_symlinks=False):
+            folders.append(entry.path)
+          if size > max_bytes or count > max_entries:
+            return True
+    except OSError as error:  # gone, unreadable for its owner too, or so deep that its name is too long
+      if error.errno == errno.ENAMETOOLONG:
+        return True
+  return False
+
+
+def remove_tree(top: str) -> None:
+  """Removes a directory however deep it is; nobody else may be at work in it. What cannot be removed stays."""
+  with contextlib.suppress(OSError):
+    here = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+      way: list[str] = []  # from `top` down to `here`
+      waiting = [_remove_files(here)]
+      while waiting:
+        if waiting[-1]:
+          way.append(waiting[-1].pop())
+          os.chmod(way[-1], 0o700, dir_fd=here)
+          here = _change(here, way[-1])
+          waiting.append(_remove_files(here))
+        else:
+          waiting.pop()
+          if way:
+            here = _change(here, "..")
+            os.rmdir(way.pop(), dir_fd=here)
+    finally:
+      os.close(here)
+    os.rmdir(top)
+
+
+def _change(here: int, name: str) -> int:
+  there = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+  os.close(here)
+  return there
+
+
+def _remove_files(here: int) -> list[str]:
+  """Removes all but directories; returns the names of these."""
+  directories = []
+  with os.scandir(here) as entries:
+    for entry in entries:
+      if entry.is_dir(follow_symlinks=False):
+        directories.append(entry.name)
+      else:
+        os.unlink(entry.name, dir_fd=here)
+  return directories
+
+
 def can_filter() -> bool:
   """Whether the kernel takes seccomp filters: it must look at the missing program before it refuses."""
   _libc().prctl(_PR_SET_SECCOMP, 2, None, 0, 0)
@@ -137,7 +205,7 @@ def _restrict_files(read_only: list[str], directory: str) -> None:
   """Landlock: reads below `read_only`, all below `directory`, and nothing else, for this process from now on."""
   rules = call("syscall", ctypes.c_long(_LANDLOCK_CREATE), struct.pack("<Q", _LANDLOCK_ALL), ctypes.c_long(8), 0)
   for path in [*read_only, directory]:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # what this user cannot reach needs no rule
       beneath = os.open(path, os.O_PATH)
       rights = _LANDLOCK_ALL if path == directory else _LANDLOCK_READ if os.path.isdir(path) else 2 | 4
       call("syscall", ctypes.c_long(_LANDLOCK_ADD), rules, 1, struct.pack("<Qi", rights, beneath), 0)
@@ -152,14 +220,14 @@ def enter_session(settings: dict[str, Any], session: int, report: dict[str, bool
   if report["namespaces"]:
     call("unshare", NEWNS)
     size = settings["scratch_bytes"]
-    mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=1024,mode=1777")
+    mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes={MAX_SCRATCH_ENTRIES},mode=1777")
   else:
     directory = f"{settings['scratch']}/{session}"
     os.mkdir(directory, 0o700)
   become_nobody(session, report["namespaces"], directory)
   os.chdir(directory)
   _limit(settings)
-  call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of user, which clears it
+  die_with_parent()  # after the change of user, which undoes it
   call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
   if not report["namespaces"] and report["landlock"]:
     _restrict_files([*settings["read_only"]], directory)

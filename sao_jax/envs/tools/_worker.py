@@ -17,7 +17,6 @@ import linecache
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -30,6 +29,7 @@ from typing import Any
 from sao_jax.envs.tools import _isolation
 
 _SOCKET_FD, _OUTPUT_FD, _NULL_FD = 200, 201, 202  # above what RLIMIT_NOFILE lets a session open
+_WATCH_MS = 200
 _COMPILE: Any = compile  # these three as they were before the code could put something in their places
 _EXEC: Any = exec
 _SOURCES: Any = linecache.cache
@@ -43,6 +43,7 @@ class Zygote:
     self._control = socket.socket(fileno=settings["control_fd"])
     self._pids: dict[int, int] = {}  # session -> pid
     self._cleaners: set[int] = set()  # children that remove directories of ended sessions
+    self._next_watch = 0.0
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
       file.write("1000")  # the sandbox dies before the training does
     self._namespaces = _isolation.enter_namespaces(settings)
@@ -68,7 +69,7 @@ class Zygote:
     poll = select.poll()
     poll.register(self._control, select.POLLIN)
     while True:
-      if poll.poll(1000):
+      if poll.poll(1000 if self._namespaces else _WATCH_MS):
         message, fds, _, _ = socket.recv_fds(self._control, 9, 2, socket.MSG_CMSG_CLOEXEC)
         if not message:  # the host closed its end, or is gone
           break
@@ -78,6 +79,8 @@ class Zygote:
         elif session in self._pids:
           self._kill(self._pids[session])
       self._reap()
+      if not self._namespaces:
+        self._kill_hoarders()
     for pid in self._pids.values():
       self._kill(pid)
 
@@ -131,9 +134,24 @@ class Zygote:
     """Removes a directory, which may hold a great many files: in a process of its own."""
     pid = os.fork()
     if pid == 0:
-      shutil.rmtree(f"{self._settings['scratch']}/{session}", ignore_errors=True)
-      os._exit(0)
+      try:
+        _isolation.die_with_parent()  # the host removes the rest
+        _isolation.remove_tree(f"{self._settings['scratch']}/{session}")
+      finally:
+        os._exit(0)
     self._cleaners.add(pid)
+
+  def _kill_hoarders(self) -> None:
+    """Ends sessions whose directories have outgrown the limit; looked at now and then, so a little late."""
+    if time.monotonic() < self._next_watch:
+      return
+    began = time.monotonic()
+    for session, pid in self._pids.items():
+      directory = f"{self._settings['scratch']}/{session}"
+      if _isolation.is_larger(directory, self._settings["scratch_bytes"], _isolation.MAX_SCRATCH_ENTRIES):
+        self._kill(pid)
+    now = time.monotonic()
+    self._next_watch = now + max(_WATCH_MS / 1e3, 4 * (now - began))  # a fifth of the time at most
 
   def _kill_orphans(self) -> None:
     """Without pid namespaces, what a session leaves behind becomes a child of this process (the subreaper)."""

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import secrets
-import shutil
 import socket
 import struct
 import subprocess
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from sao_jax.envs.tools import _seccomp
+from sao_jax.envs.tools import _isolation, _seccomp
 from sao_jax.envs.tools.python_tool_config import PythonToolConfig
 
 Listener: TypeAlias = Callable[[bytes], bytes | None]
@@ -230,7 +229,7 @@ class Zygote:
       self._process.kill()
       self._process.wait()
     self._errors.close()
-    shutil.rmtree(self._scratch, ignore_errors=True)
+    _isolation.remove_tree(self._scratch)
 
 
 def _filters() -> dict[str, str]:

@@ -259,4 +259,187 @@ Again()
   "brackets": "(" * 100_000,
   "signs": "x = " + "-" * 200_000 + "1",
   "terminal sequences and odd characters": "print('\\x1b]0;x\\x07\\x1b[2J\\u202e\\u2028')",
+  "SIGKILL from an exiting child of a stopped parent": """
+pid = os.fork()
+if pid == 0:
+  os.kill(os.getppid(), signal.SIGSTOP); time.sleep(50)
+os.waitpid(pid, 0)
+""",
+  "vfork by ctypes": """
+import ctypes
+while True: ctypes.CDLL(None).vfork()
+""",
+  "clone with a shared memory": """
+import ctypes
+libc = ctypes.CDLL(None)
+for flags in (0x100, 0x10f00, 0x3d0f00, 0x80000000):
+  libc.syscall(56, flags | 17, 0, 0, 0, 0)
+time.sleep(30)
+""",
+  "posix_spawn storm": f"""
+for _ in range(10000):
+  try: os.posix_spawn('/bin/sleep', ['{MARKER}', '1000'], {{}})
+  except OSError: pass
+""",
+  "orphans with closed descriptors and new sessions": """
+for _ in range(30):
+  try:
+    if os.fork() == 0:
+      os.setsid(); os.closerange(0, 1000)
+      if os.fork() == 0:
+        while True: pass
+      os._exit(0)
+  except OSError: pass
+""",
+  "pidfd of the parent": """
+try:
+  fd = os.pidfd_open(os.getppid()); signal.pidfd_send_signal(fd, 9); print('SENT')
+except OSError as e: print(e.errno)
+""",
+  "setpriority, affinity of others": """
+for pid in [0, 1, os.getppid()]:
+  for call in (lambda: os.setpriority(os.PRIO_PROCESS, pid, -20), lambda: os.sched_setaffinity(pid, {0}),
+               lambda: os.sched_setscheduler(pid, os.SCHED_FIFO, os.sched_param(50))):
+    try: call()
+    except OSError: pass
+while True: pass
+""",
+  "passing its protocol socket away": """
+import socket, sao_host
+c = sao_host.ask.__self__._connection
+a, b = socket.socketpair()
+socket.send_fds(a, [b'x'], [c.fileno()]); c.close()
+if os.fork() == 0: time.sleep(100)
+""",
+  "shutdown of its protocol socket": """
+import socket, sao_host
+sao_host.ask.__self__._connection.shutdown(socket.SHUT_RDWR)
+print('on')
+""",
+  "half shutdown": """
+import socket, sao_host
+sao_host.ask.__self__._connection.shutdown(socket.SHUT_RD)
+print('on')
+""",
+  "drains its protocol socket in a thread": """
+import threading, sao_host
+def drain():
+  while True: sao_host.ask.__self__._connection.recv(1 << 16)
+threading.Thread(target=drain, daemon=True).start()
+""",
+  "changes its worker's methods": """
+import sao_host
+w = sao_host.ask.__self__
+w._run = lambda code: None
+w._end_children = lambda: time.sleep(100)
+""",
+  "worker that says another number": """
+import sao_host
+sao_host.ask.__self__._number = 7
+""",
+  "globals replaced": """
+import sao_host
+sao_host.ask.__self__._globals = None
+""",
+  "audit hook that raises": "sys.addaudithook(lambda *a: 1 / 0)",
+  "switch interval": """
+sys.setswitchinterval(1e9)
+import threading
+threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
+""",
+  "faulthandler": """
+import faulthandler
+faulthandler.dump_traceback_later(0.1, repeat=True, exit=False)
+time.sleep(0.5); faulthandler._sigsegv()
+""",
+  "stack overflow in C": """
+import ctypes
+sys.setrecursionlimit(10**8)
+class A:
+  def __getattr__(self, n): return getattr(self, n)
+A().x
+""",
+  "pickle bomb": """
+import pickle
+x = b'\\x80\\x04' + b'(' * 10**7
+pickle.loads(x)
+""",
+  "zip bomb": """
+import zlib
+x = zlib.compress(b'0' * 10**8)
+for _ in range(100): x = zlib.compress(x)
+zlib.decompress(zlib.compress(b'0' * 10**9))
+""",
+  "symlink loop": "os.symlink('b', 'a'); os.symlink('a', 'b'); open('a')",
+  "directory descriptor escape": """
+fd = os.open('/', os.O_RDONLY)
+for _ in range(3): os.mkdir('x') if not os.path.exists('x') else None
+os.chdir('x'); os.fchdir(fd); print(sorted(os.listdir('.'))[:3])
+""",
+  "proc self mem": """
+try:
+  f = open('/proc/self/mem', 'r+b'); print('OPENED')
+except OSError as e: print('no')
+""",
+  "ioctl of terminals": """
+import fcntl, termios
+for fd in range(256):
+  try: fcntl.ioctl(fd, termios.TIOCSTI, b'x'); print('PUSHED')
+  except OSError: pass
+""",
+  "file locks": """
+import fcntl
+fcntl.flock(201, fcntl.LOCK_EX); fcntl.lockf(201, fcntl.LOCK_EX)
+print('x')
+""",
+  "output sealed": """
+import fcntl
+for seal in (1, 2, 4, 8, 16):
+  try: fcntl.fcntl(201, 1033, seal)
+  except OSError as e: print(e.errno)
+print('sealed')
+""",
+  "output made enormous and sparse": """
+os.ftruncate(201, 4 * 2**20)
+os.pwrite(201, b'x', 4 * 2**20 - 1)
+""",
+  "output removed by punching holes": """
+import ctypes
+print('a' * 5000); ctypes.CDLL(None).fallocate(201, 3, 0, 4096)
+""",
+  "nonblocking protocol": "os.set_blocking(200, False)",
+  "protocol closed on exec": f"""os.set_inheritable(200, True)
+os.execv('/bin/cat', ['{MARKER}', '/proc/self/fd/200'])""",
+  "signals to the group at exit": """
+import atexit
+atexit.register(os.killpg, 0, 9)
+sys.exit(0)
+""",
+  "subinterpreter": """
+import _xxsubinterpreters as s
+for _ in range(50): s.create()
+""",
+  "environment": "os.environ.update({str(i): 'x' * 1000 for i in range(10**6)})",
+  "traceback that is very long": """
+def f(n): return f(n - 1) if n else 1 / 0
+f(900)
+""",
+  "exception chain without end": """
+e = ValueError('x')
+for _ in range(100000):
+  n = ValueError('y'); n.__cause__ = e; e = n
+raise e
+""",
+  "exception cycle": """
+a, b = ValueError(), ValueError()
+a.__cause__, b.__cause__ = b, a
+raise a
+""",
+  "exception group": "raise ExceptionGroup('x', [ValueError(i) for i in range(10**5)])",
+  "notes": """
+e = ValueError('x')
+for _ in range(10**5): e.add_note('n' * 100)
+raise e
+""",
+  "syntax error with a huge line": "eval('x ' * 10**6)",
 }

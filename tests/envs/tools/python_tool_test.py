@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -132,14 +133,25 @@ def test_short_tracebacks_and_extra_modules(tmp_path: object) -> None:
     assert session.run("import extra_module; extra_module.VALUE") == "8\n"
 
 
-def test_many_sessions_at_once_from_threads(tool: PythonTool) -> None:
+MISDEEDS = ("while True: pass", "x = bytearray(10**10)", "import os; os._exit(1)", "print('x' * 10**6)")
+
+
+def test_64_sessions_at_once_each_with_its_own_state_and_some_of_them_hostile(tool: PythonTool) -> None:
+  all_live = threading.Barrier(64)
+
   def episode(number: int) -> bool:
     with tool.session() as session:
       session.run(f"x = {number}")
-      return session.run("x * 2") == f"{2 * number}\n"
+      all_live.wait(120)
+      if number % 4 == 0:
+        text = session.run(MISDEEDS[number // 4 % len(MISDEEDS)])
+        return 0 < len(text) < 1_500 and session.run("1 + 1") == "2\n"
+      return all(session.run(f"x += 1; x * {k}") == f"{(number + k) * k}\n" for k in range(1, 6))
 
-  with concurrent.futures.ThreadPoolExecutor(16) as pool:
-    assert all(pool.map(episode, range(100)))
+  before = processes.descendants(tool.isolation["pid"])
+  with concurrent.futures.ThreadPoolExecutor(64) as pool:
+    assert all(pool.map(episode, range(64)))
+  processes.wait_until(lambda: len(processes.descendants(tool.isolation["pid"])) <= len(before) + 1)
 
 
 def test_zygote_is_started_again_when_it_dies(tool: PythonTool) -> None:
