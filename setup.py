@@ -43,6 +43,8 @@ TEST = [
   "pytest-xdist>=3.6",
   "ruff>=0.9",
   "scipy>=1.13",
+  "textarena>=0.7",
+  "textworld>=1.6",
 ]
 ENVS = [
   "gymnasium>=1.0",

@@ -12,6 +12,7 @@ from sao_jax.envs.base import EnvironmentFactory
 from sao_jax.envs.text_game import Reply, Template, TextGame
 
 _T = TypeVar("_T")
+_MAX_ERROR_CHARS = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class TextArenaConfig:
 class TextArena(TextGame):
   """One game per episode, task number i being the game with seed i. The reward comes at the end of the game.
 
-  Moves are written as the game's first text says, mostly in square brackets. The games draw from Python's global random
+  Moves are written as the game's first text says, mostly in square brackets. What a game stumbles over (some raise at
+  moves that they do not know) is answered by its error, and costs a turn. The games draw from Python's global random
   generator; each gets a state of its own here, swapped in for the time of a move, so that an episode depends on its
   seed and moves only. The environments of one process share `lock` for that (see `textarena_factory`).
 
@@ -72,7 +74,10 @@ class TextArena(TextGame):
     return self._with_own_random(self._messages)
 
   def play(self, text: str) -> Reply:
-    done, _ = self._with_own_random(lambda: self._env.step(text))
+    try:
+      done, _ = self._with_own_random(lambda: self._env.step(text))
+    except Exception as error:  # noqa: BLE001 (the player reads it; a move must not end an episode as a failed one)
+      return Reply(text=f"error: the game cannot take this move: {str(error)[:_MAX_ERROR_CHARS]}")
     if not done:
       return Reply(text=self._with_own_random(self._messages))
     rewards, game_info = self._env.close()

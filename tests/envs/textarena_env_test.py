@@ -60,6 +60,56 @@ def test_an_invalid_move_is_told_and_two_end_the_game() -> None:
   assert step.done and step.reward < 1.0 and not step.info["success"]
 
 
+@pytest.mark.parametrize(
+  ("game", "move"),
+  [("Countdown-v0", "nonsense"), ("Cryptarithm-v0", "[]"), ("GuessTheNumber-v0", f"[{'9' * 5_000}]")],
+)
+def test_a_move_that_a_game_stumbles_over_is_told_and_the_game_goes_on(game: str, move: str) -> None:
+  env = textarena_factory(TextArenaConfig(game=game, max_turns=4))()
+  env.reset(3)
+  for _ in range(3):
+    step = env.step(f"{move}<|end|>")
+    assert not step.done and step.reward == 0.0 and len(step.observation) < 400
+  assert "error: the game cannot take this move" in step.observation
+  last = env.step(f"{move}<|end|>")
+  assert last.done and last.truncated and not last.info["success"]
+
+
+JUNK = (
+  "",
+  "nonsense",
+  "[]",
+  "[[",
+  "[-1 -1 -1]",
+  "\0",
+  "é" * 50,
+  "[" * 5_000,
+  "[None]",
+  "[1e99]",
+  "[Up]",
+  "[A B]",
+  "[0 0 0]",
+)
+GAMES = (
+  "2048-v0", "Bandit-v0", "Blackjack-v0", "Crosswords-v0", "FifteenPuzzle-v0", "FrozenLake-v0", "LightsOut-v0",
+  "Mastermind-v0", "Minesweeper-v0", "PegJump-v0", "Secretary-v0", "Sokoban-v0", "Sudoku-v0",
+  "TowerOfHanoi-v0",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_junk_is_answered_in_every_game(game: str) -> None:
+  env = textarena_factory(TextArenaConfig(game=game))()
+  first = env.reset(5)
+  for junk in JUNK:
+    step = env.step(f"{junk}<|end|>")
+    assert step.reward <= 0.5 and not step.info.get("success")
+    if step.done:
+      assert env.reset(5) == first
+    else:
+      assert step.observation.startswith("<|output|>")
+
+
 def test_games_depend_on_their_seed_and_moves_only() -> None:
   def play(env: TextArena) -> list[str]:
     texts = [env.reset(7)]
