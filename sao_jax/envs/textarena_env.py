@@ -81,9 +81,11 @@ class TextArena(TextGame):
     if not done:
       return Reply(text=self._with_own_random(self._messages))
     rewards, game_info = self._env.close()
-    reward = float((rewards or {}).get(0, 0.0))
-    info = {"success": reward >= self.config.success_threshold, "reason": game_info.get(0, {}).get("reason", "")}
-    return Reply(text=info["reason"], reward=reward, done=True, info=info)
+    reward, reason = (rewards or {}).get(0, 0.0), game_info.get(0, {}).get("reason", "")
+    if isinstance(reward, str):  # Countdown and Cryptarithm exchange the two at invalid moves: "Invalid Move: 0.5"
+      reward, reason = reason.rpartition(" ")[2], reward
+    info = {"success": float(reward) >= self.config.success_threshold, "reason": reason}
+    return Reply(text=reason, reward=float(reward), done=True, info=info)
 
   def _messages(self) -> str:
     """What the game has said since it was last asked; the player's own moves are left out: they are in the context."""

@@ -60,19 +60,24 @@ def test_an_invalid_move_is_told_and_two_end_the_game() -> None:
   assert step.done and step.reward < 1.0 and not step.info["success"]
 
 
-@pytest.mark.parametrize(
-  ("game", "move"),
-  [("Countdown-v0", "nonsense"), ("Cryptarithm-v0", "[]"), ("GuessTheNumber-v0", f"[{'9' * 5_000}]")],
-)
-def test_a_move_that_a_game_stumbles_over_is_told_and_the_game_goes_on(game: str, move: str) -> None:
-  env = textarena_factory(TextArenaConfig(game=game, max_turns=4))()
+def test_a_move_that_a_game_stumbles_over_is_told_and_the_game_goes_on() -> None:
+  env = textarena_factory(TextArenaConfig(game="GuessTheNumber-v0", max_turns=4))()
   env.reset(3)
   for _ in range(3):
-    step = env.step(f"{move}<|end|>")
+    step = env.step(f"[{'9' * 5_000}]<|end|>")
     assert not step.done and step.reward == 0.0 and len(step.observation) < 400
-  assert "error: the game cannot take this move" in step.observation
-  last = env.step(f"{move}<|end|>")
+    assert "error: the game cannot take this move" in step.observation
+  last = env.step("[3]<|end|>")
   assert last.done and last.truncated and not last.info["success"]
+
+
+@pytest.mark.parametrize(("game", "move"), [("Countdown-v0", "nonsense"), ("Cryptarithm-v0", "[]")])
+def test_games_that_confuse_reward_and_reason_of_an_invalid_move(game: str, move: str) -> None:
+  env = make(game)
+  env.reset(3)
+  assert not env.step(f"{move}<|end|>").done
+  step = env.step(f"{move}<|end|>")
+  assert step.done and 0.0 <= step.reward < 1.0 and not step.info["success"] and "action format" in step.info["reason"]
 
 
 JUNK = (
