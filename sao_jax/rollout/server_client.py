@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
+_LONGEST_RETRY_AFTER_S = 60.0
 _MAX_ANSWER_BYTES = 256 * 1024 * 1024
 
 
@@ -30,15 +31,19 @@ class ServerError(RuntimeError):
 
 
 class _TryAgainError(Exception):
-  """An attempt failed in a way that may pass."""
+  """An attempt failed in a way that may pass, after `wait_s` seconds if the server has said so."""
+
+  def __init__(self, message: str, *, wait_s: float = 0.0):
+    super().__init__(message)
+    self.wait_s = wait_s
 
 
 class ServerClient:
   """Asks a server for answers, and gives it weights; to be used within one event loop.
 
   Every publication has a label of its own (version and a random part), which the server reports. So an answer is
-  believed only if it comes from weights that this object has published: a server that restarted, or that another run
-  used before, is given the weights again.
+  believed only if it comes from weights that this object has published: a server that restarted, that another run used
+  before, or that went back to older ones without being told, is given the newest weights again.
 
   An answer never mixes weights: an update aborts what runs, and whoever asked goes on from there with a new request.
 
@@ -81,6 +86,8 @@ class ServerClient:
         written = done.label or await self._label_of(done, label, self._pauses - pauses)
         if written not in self._versions:
           raise _TryAgainError(f"the answer comes from weights {written!r}, which this run has not published.")
+        if written != label and self._pauses == pauses:
+          raise _TryAgainError(f"the answer comes from weights {written!r}; the server was given {label!r}.")
         if not done.tokens.size and self._pauses == pauses:
           raise _TryAgainError("the server aborted the request.")
         self._failing = False
@@ -135,7 +142,7 @@ class ServerClient:
       await self._wait(attempt, failure)
     raise self._dead(failure)
 
-  async def _after_failure(self, attempt: int, failure: Exception) -> None:
+  async def _after_failure(self, attempt: int, failure: _TryAgainError) -> None:
     """Waits; then gives the server its weights again if it does not have them (it may have restarted)."""
     await self._wait(attempt, failure)
     async with self._updating:
@@ -151,14 +158,15 @@ class ServerClient:
         _log.warning("%s has weights %r; it is given %s again", self._url, found, directory)
         await self._update(directory, label)
 
-  async def _wait(self, attempt: int, failure: Exception) -> None:
+  async def _wait(self, attempt: int, failure: _TryAgainError) -> None:
     self.counts["failed_attempts"] += 1
     if not self._failing:  # once per outage, not once per request
       _log.warning("%s: %s; trying again", self._url, failure)
     self._failing = True
     if attempt + 1 < self._config.max_attempts:
       # A random part, so that the requests of a server that comes back do not all arrive at once.
-      await asyncio.sleep(min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S) * random.uniform(0.75, 1.25))
+      wait = min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S) * random.uniform(0.75, 1.25)
+      await asyncio.sleep(max(wait, failure.wait_s))
 
   def _dead(self, failure: Exception) -> ServerError:
     return ServerError(
@@ -173,7 +181,7 @@ class ServerClient:
     aborted too, if the server has not restarted since. Of others nothing is certain.
     """
     now = await self._label()
-    if now not in self._versions or pauses > (done.finish == "abort"):
+    if now not in self._versions or (now != sent_with and not pauses) or pauses > (done.finish == "abort"):
       raise _TryAgainError("weights changed while the server answered.")
     return sent_with
 
@@ -192,7 +200,8 @@ class ServerClient:
       self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
     what = f"{method} {path}"
     try:
-      async with self._session.request(method, self._url + path, json=body) as response:
+      # A redirection could send prompts anywhere; it is a status that is not 200.
+      async with self._session.request(method, self._url + path, json=body, allow_redirects=False) as response:
         data = bytearray()
         async for part in response.content.iter_any():
           data += part
@@ -205,7 +214,8 @@ class ServerClient:
       raise _TryAgainError(f"{what}: {type(error).__name__}: {error}") from error
     text = data[:400].decode("utf-8", "replace")
     if response.status >= 500 or response.status in (408, 409, 429):
-      raise _TryAgainError(f"{what}: status {response.status}: {text}")
+      wait_s = _seconds(response.headers.get("Retry-After"))
+      raise _TryAgainError(f"{what}: status {response.status}: {text}", wait_s=wait_s)
     if response.status in (400, 413, 422) and path in _GENERATE_PATHS:
       raise EpisodeFailure("request_refused", f"{self._url}, {what}: status {response.status}: {text}")
     if response.status != 200:
@@ -216,6 +226,13 @@ class ServerClient:
       return json.loads(data)
     except (ValueError, RecursionError) as error:
       raise _TryAgainError(f"{what}: the answer is not JSON: {text[:100]!r}") from error
+
+
+def _seconds(retry_after: str | None) -> float:
+  """Of a header that gives seconds, up to a minute; 0 where it gives a date, or nothing."""
+  if retry_after is None or not retry_after.strip().isdecimal():
+    return 0.0
+  return min(float(retry_after), _LONGEST_RETRY_AFTER_S)
 
 
 _GENERATE_PATHS = frozenset({"/v1/completions", "/generate"})

@@ -505,6 +505,107 @@ def test_weights_of_unknown_origin_are_replaced_before_an_answer_is_believed(roo
   assert len(fake.asked) == 7  # six actions, one asked for twice
 
 
+@BOTH
+def test_a_server_that_goes_back_to_older_weights_is_given_the_newest_again(root, protocol):
+  good = good_sglang if protocol == "sglang" else good_vllm
+  labels = []
+
+  def respond(count, body, label):
+    if label not in labels:
+      labels.append(label)
+    if count == 8:  # in the second call
+      fake._label = label = labels[0]  # a version that this run has published, but not the last one
+    return 200, good(body, label)
+
+  with FakeServer(respond) as fake, remote(fake.url, root, protocol=protocol, num_slots=1) as engine:
+    for version in (3, 4):
+      done = list(engine.generate(lambda _, version=version: (PARAMS[version], version), requests(3)))
+      assert {v for x in done for v in x.versions[x.action_mask]} == {version}
+    assert fake._label.startswith("4-") and engine.counters["failed_attempts"] == 1
+
+
+@pytest.mark.parametrize(("header", "least"), [("1", 1.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0), ("-5", 0.0)])
+def test_a_server_that_says_when_to_come_again_is_obeyed(root, header, least):
+  class Busy(FakeServer):
+    turned_away = 0
+
+    def serve(self, handler, body):
+      if handler.path != "/generate" or self.turned_away:
+        return super().serve(handler, body)
+      self.turned_away = time.monotonic()
+      handler.send_response(429)
+      handler.send_header("Retry-After", header)
+      handler.send_header("Content-Length", "0")
+      handler.end_headers()
+      return None
+
+  came_again = []
+
+  def respond(count, body, label):
+    came_again.append(time.monotonic())
+    return 200, good_sglang(body, label)
+
+  with Busy(respond) as fake, remote(fake.url, root, num_slots=1) as engine:
+    assert len(list(engine.generate(fixed, requests(1)))) == 1
+  assert least <= came_again[0] - fake.turned_away < 30
+
+
+def test_prompts_are_not_sent_where_a_redirection_points(root):
+  asked = []
+
+  class Elsewhere(FakeServer):
+    def serve(self, handler, body):
+      if handler.path == "/elsewhere":
+        asked.append(body)
+      if handler.path != "/generate":
+        return super().serve(handler, body)
+      handler.send_response(307)
+      handler.send_header("Location", f"{self.url}/elsewhere")
+      handler.send_header("Content-Length", "0")
+      handler.end_headers()
+      return None
+
+  with (
+    Elsewhere(None) as fake,
+    remote(fake.url, root, num_slots=1) as engine,
+    pytest.raises(ServerError, match="POST /generate: status 307"),
+  ):
+    list(engine.generate(fixed, requests(1)))
+  assert not asked
+
+
+RAW = {
+  "no HTTP": b"\x00\x01\x02\r\n\r\n",
+  "nothing": b"",
+  "a negative length": b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+  "a header without end": b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000,
+  "a chunk cut off": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
+  "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+  "no gzip": b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
+  "brackets": b"HTTP/1.1 200 OK\r\nContent-Length: 50000\r\n\r\n" + b"[" * 50_000,
+}
+
+
+@pytest.mark.parametrize("case", RAW)
+def test_bytes_that_are_no_answer_may_pass(root, case):
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+
+    def answer():
+      with contextlib.suppress(OSError):  # the end of the test
+        while True:
+          connection, _ = listener.accept()
+          with connection:
+            connection.recv(65536)
+            connection.sendall(RAW[case])
+
+    threading.Thread(target=answer, daemon=True).start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with remote(url, root, attempts=2, timeout_s=20.0) as engine, pytest.raises(ServerError) as caught:
+      list(engine.generate(fixed, requests(1)))
+    # What an update answers does not matter; the answer to a request does.
+    assert "max_attempts = 2 times in a row" in str(caught.value) and engine.counters["failed_attempts"] >= 2
+
+
 def test_faults_of_environments_fail_their_episode_alone(url, root):
   release = threading.Event()
   made = []
