@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -52,6 +52,10 @@ class Chunk(NamedTuple):
   active: np.ndarray
   """`[S]` bool: the slot goes on in the next chunk."""
 
+
+_CPU_COPY: Mapping[str, tuple[float, float]] = {"host": (80e6, 40.0), "device": (40e6, 45.0)}
+_ACCELERATOR_COPY: Mapping[str, tuple[float, float]] = {"host": (0.0, 15_000.0), "device": (0.0, 300.0)}
+"""FLOPs that feeding does in the time of a copy, and in that of each byte of it."""
 
 RunningChunk: TypeAlias = "list[Future[jax.Array] | None]"
 """A dispatched decode chunk, by lane; None: the lane has nothing to decode."""
@@ -335,17 +339,18 @@ class Sampler:
   def copy_pays(self, params: Params, length: int, *, to_host: bool) -> bool:
     """Whether copying a slot's row costs less than feeding its `length` tokens again.
 
-    bytes moved * (FLOPs in the time of a byte) < 2 * parameters * length.
+    FLOPs in the time of a copy + bytes moved * (FLOPs in the time of a byte) < 2 * parameters * length.
 
-    A row goes to the host and back, or once inside the device; it is moved whole. FLOPs per byte are round figures of
-    the machines: about 100 GFLOP/s beside copies of 5 GB/s on a CPU; on an accelerator 300 TFLOP/s beside 20 GB/s to
-    the host and 1 TB/s inside. Experts that a token does not pass are counted, so that mixtures copy somewhat early.
+    A row goes to the host and back, or once inside the device; it is moved whole. The figures of a CPU are those that
+    `experiments.benchmarks.residency` measures on two cores; those of an accelerator are estimates: 300 TFLOP/s beside
+    20 GB/s to the host and 1 TB/s inside. Experts that a token does not pass are counted, so that mixtures copy
+    somewhat early.
     """
     row_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(self._lanes[0].cache))
     parameters = sum(x.size for x in jax.tree.leaves(params))
-    to_host_ratio, inside_ratio = (20, 20) if jax.default_backend() == "cpu" else (15_000, 300)
-    flops = row_bytes * (2 * to_host_ratio if to_host else inside_ratio)
-    return flops < 2 * parameters * length
+    costs = _CPU_COPY if jax.default_backend() == "cpu" else _ACCELERATOR_COPY
+    per_copy, per_byte = costs["host" if to_host else "device"]
+    return per_copy + row_bytes * (2 if to_host else 1) * per_byte < 2.0 * parameters * length
 
   def decode(self, params: Params, key: jax.Array, *, live_lens: Sequence[int]) -> RunningChunk:
     """Dispatches one chunk; give the result to `fetch`.

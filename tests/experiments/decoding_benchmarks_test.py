@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.benchmarks import decoding, engine, sampler
+from experiments.benchmarks import decoding, engine, residency, sampler
 
 
 def test_sampler():
@@ -31,3 +31,13 @@ def test_engine():
 def test_flops_are_those_of_the_weights():
   dense = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384) + 128 * 1024
   np.testing.assert_allclose(decoding.flops_per_token(decoding.MODEL, 0), 2 * dense)
+
+
+def test_residency(capsys):
+  result = residency.run(slots=2, max_lens=[16, 32], repeats=1)
+  assert [size["max_len"] for size in result["sizes"]] == [16, 32]
+  for size in result["sizes"]:
+    assert len(size["ms_to_feed"]) == size["max_len"] // 16 and min(size["ms_to_feed"]) > 0
+    assert size["host"]["ms_to_copy"] > 0 and size["device"]["flops_per_copy"] > 0
+    assert size["host"]["pays_from_by_rule"] is None  # a copy costs more than feeding so little
+  assert capsys.readouterr().out.count("a copy pays from") == 4
