@@ -147,8 +147,48 @@ if os.fork() == 0:
 def largest(xs): return 0
 """,
   "another file that is imported": "import json\ndef largest(xs): return 0\n",
+  "an enumeration": """
+import enum
+class E(enum.IntEnum): A = 3
+E.__eq__ = lambda self, other: True
+def largest(xs): return E.A
+""",
+  "a number that is shown as another": """
+class I(int):
+  def __repr__(self): return '3'
+  __str__, __index__, __int__ = __repr__, lambda self: 3, lambda self: 3
+def largest(xs): return I(0)
+""",
+  "a number that is none and equal to all": """
+class F(float):
+  def __repr__(self): return '3.0'
+  def __eq__(self, other): return True
+  __hash__ = float.__hash__
+def largest(xs): return F('nan')
+""",
+  "a coroutine": "async def largest(xs): return max(xs) if xs else None\n",
+  "an awaitable": "class R:\n  def __await__(self): yield\ndef largest(xs): return R()\n",
+  "an exception by a builtin's name": "def largest(xs): raise type('SystemExit', (Exception,), {})(0)\n",
+  "an exception by the name of a function": "def largest(xs): raise type('__import__', (Exception,), {})('os')\n",
+  "an exception that cannot be made of a text": "def largest(xs): raise type('ExceptionGroup', (Exception,), {})('x')\n",
+  "a value that holds itself": "def largest(xs):\n  d = {}\n  d[1] = d\n  return d\n",
+  "arguments emptied": "def largest(xs):\n  xs.clear()\n  return 0\n",
+  "small integers exchanged": "import ctypes\nctypes.memmove(id(0) + 24, id(3) + 24, 4)\ndef largest(xs): return 0\n",
+  "a module that has every function": """
+import sys
+class M(type(sys)):
+  def __getattr__(self, name): return lambda *a: 3
+sys.modules['solution'] = M('solution')
+""",
+  "another file that is configuration": "def largest(xs): return 0\n",
 }
-EXTRA_FILES = {"json.py": "loads = lambda text: ['return', 'true']\ndumps = lambda x: '[\"return\", \"true\"]'\n"}
+EXTRA_FILES = {
+  "json.py": "loads = lambda text: ['return', 'true']\ndumps = lambda x: '[\"return\", \"true\"]'\n",
+  "sao_host.py": "ask = lambda message: b'passed'\n",
+  "conftest.py": "import os\nos._exit(0)\n",
+  "sitecustomize.py": "import os\nos._exit(0)\n",
+  "importlib/__init__.py": "import_module = lambda name: None\n",
+}
 
 
 @pytest.fixture(scope="module", params=["subprocess", "bubblewrap"])
