@@ -170,7 +170,7 @@ def largest(xs): return F('nan')
   "an awaitable": "class R:\n  def __await__(self): yield\ndef largest(xs): return R()\n",
   "an exception by a builtin's name": "def largest(xs): raise type('SystemExit', (Exception,), {})(0)\n",
   "an exception by the name of a function": "def largest(xs): raise type('__import__', (Exception,), {})('os')\n",
-  "an exception that cannot be made of a text": "def largest(xs): raise type('ExceptionGroup', (Exception,), {})('x')\n",
+  "an exception that no text makes": "def largest(xs): raise type('ExceptionGroup', (Exception,), {})('x')\n",
   "a value that holds itself": "def largest(xs):\n  d = {}\n  d[1] = d\n  return d\n",
   "arguments emptied": "def largest(xs):\n  xs.clear()\n  return 0\n",
   "small integers exchanged": "import ctypes\nctypes.memmove(id(0) + 24, id(3) + 24, 4)\ndef largest(xs): return 0\n",
