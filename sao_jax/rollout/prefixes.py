@@ -40,7 +40,8 @@ class PrefixStore(Generic[_Row]):
 
   def note(self, prompt: np.ndarray) -> None:
     """Compares a new prompt `[n]` int32 with the last ones; the longest beginning shared with one is remembered."""
-    longest = max((common_length(prompt, other) for other in self._recent), default=0) // BLOCK * BLOCK
+    # A token must be left to go on from, also where a prompt comes again as it is.
+    longest = max((common_length(prompt[:-1], other) for other in self._recent), default=0) // BLOCK * BLOCK
     self._recent.append(prompt)
     if longest and self._capacity:
       self._known[prompt[:longest].tobytes()] = prompt[:longest]

@@ -197,3 +197,27 @@ def test_prefix_store_of_no_rows_remembers_nothing():
   for _ in range(3):
     store.note(prompt((1, 40)))
   assert store.match(prompt((1, 60))) is None
+
+
+@pytest.mark.parametrize("length", [2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1])
+def test_a_prompt_that_comes_again_as_it_is_is_shared_but_for_its_end(length):
+  store = PrefixStore[str](2)
+  again = np.arange(length, dtype=np.int32)
+  store.note(again)
+  store.note(again)
+  assert len(store.match(again)) == (length - 1) // BLOCK * BLOCK
+
+
+def test_a_group_of_one_prompt_is_fed_once():
+  """Its length is a multiple of the blocks: what is shared ends a block before."""
+
+  class Same(Echo):
+    def reset(self, task_index):
+      super().reset(task_index)
+      return SHARED[: 2 * BLOCK]
+
+  with engine(lambda: Same(1), **{**WIDE, "num_slots": 3}) as e:
+    done = list(e.generate(fixed, requests(9), seed=1))
+    assert e.counters["prefix_tokens_saved"] == 7 * BLOCK
+  for x in done:
+    assert_logps_true(x, PARAMS)
