@@ -165,8 +165,8 @@ def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.sta
   slots = jax.ShapeDtypeStruct((load.slots,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
   whole = NamedSharding(mesh, PartitionSpec())
   cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.seq))
-  window = jax.eval_shape(lambda cache, at: policy.window(cache, at, steps=1, live_len=load.seq), cache, slots)
-  places = {**jax.tree.map(lambda _: whole, window), "layers": cache_shardings(window["layers"], mesh)}
+  window = jax.eval_shape(lambda cache, at: policy.window(cache, at, at, steps=1, live_lens=(load.seq,)), cache, slots)
+  places = {**jax.tree.map(lambda _: whole, window), "groups": cache_shardings(window["groups"], mesh)}
   logits = NamedSharding(mesh, PartitionSpec(rows, "tensor"))
   jitted = jax.jit(on_mesh(step, mesh), donate_argnums=1, out_shardings=(logits, places))
   i = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)

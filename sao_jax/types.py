@@ -87,21 +87,22 @@ class CachedPolicy(NamedTuple):
   """
 
   window: Callable[..., Window]
-  """`(cache, positions [S], *, steps, live_len) -> window`: opens a loop of `steps` decode steps.
+  """`(cache, slots [S], positions [S], *, steps, live_lens) -> window`: opens a loop of `steps` decode steps.
 
-  Slot s is fed at `positions[s] + i` in step i and attends to the cache before `positions[s]`. `live_len` is a static
-  upper bound on `positions + steps` of every slot whose hidden states are wanted; it may pass the cache's `max_len`,
-  since the last steps of a loop need not be.
+  Row r of the loop is slot `slots[r]`, a permutation of all. It is fed at `positions[r] + i` in step i and attends to
+  the cache before `positions[r]`. `live_lens` are static: the rows come in as many groups of equal size, in this order,
+  and group g's is an upper bound on `positions + steps` of every row whose hidden states are wanted; it may pass the
+  cache's `max_len`, since the last steps of a loop need not be.
   """
 
   step: Callable[..., tuple[jax.Array, Window]]
-  """`(prepared, window, tokens [S], i) -> (hidden [S, D], window)`: step i = 0, 1, ... of the loop.
+  """`(prepared, window, tokens [S], i) -> (hidden [S, D], window)`: step i = 0, 1, ... of the loop, by row.
 
-  Feeds one token to every slot. A slot that is idle may be fed anything.
+  Feeds one token to every row. One that is idle may be fed anything.
   """
 
   merge: Callable[[Cache, Window, jax.Array], Cache]
-  """`(cache, window, count [S]) -> cache`: what the first `count[s]` steps fed to slot s is written, nothing else."""
+  """`(cache, window, count [S]) -> cache`: what the first `count[r]` steps fed to row r is written, nothing else."""
 
   lm_head: Callable[[Params], jax.Array]
   """`(prepared) -> [D, V]`."""

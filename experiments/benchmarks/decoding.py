@@ -15,7 +15,7 @@ import numpy as np
 from sao_jax.models import ModelConfig, cached_policy
 from sao_jax.rollout import Sampler, SamplerSpec
 from sao_jax.rollout.config import bucket
-from sao_jax.rollout.sampler import PrefillRow
+from sao_jax.rollout.sampler import PrefillRow, RowState
 from sao_jax.types import Params
 
 MODEL = ModelConfig(
@@ -138,7 +138,7 @@ def raw_decoder(
 
   def generate(seed: int) -> tuple[np.ndarray, np.ndarray]:
     key = jax.random.fold_in(base, seed)
-    rows = [PrefillRow(s, 0, prompts[s, :-1], int(prompts[s, -1]), new_tokens, True, s) for s in range(slots)]
+    rows = [PrefillRow(s, 0, prompts[s, :-1], RowState(int(prompts[s, -1]), new_tokens, True, s)) for s in range(slots)]
     for lane in range(lanes):
       sampler.prefill(
         params,
@@ -150,7 +150,7 @@ def raw_decoder(
     chunks = []
     for done in range(0, new_tokens, chunk_steps):
       need = PROMPT_TOKENS - 1 + min(done + chunk_steps, new_tokens)
-      chunks.append(sampler.fetch(sampler.decode(params, key, live_lens=[bucket(live_buckets, need)] * lanes)))
+      chunks.append(sampler.fetch(sampler.decode(params, key, live_lens=[(bucket(live_buckets, need),)] * lanes)))
     tokens, logp = (np.concatenate([getattr(x, name) for x in chunks])[:new_tokens] for name in ("tokens", "logp"))
     return tokens, logp
 

@@ -27,7 +27,7 @@ from sao_jax.rollout import Engine, EngineConfig, EpisodeRequest
 from sao_jax.types import Params, Step
 
 _NUM_STOP_IDS = 16
-_SAMPLER_TOKENS = 192
+_SAMPLER_TOKENS = 288
 
 
 class _LetterTokenizer:
@@ -92,10 +92,10 @@ def run(
     max_action_tokens=256,
     max_turns=4,
     chunk_steps=chunk_steps,
-    prefill_rows=(8,),
+    prefill_rows=(4, 8),
     prefill_tokens=(16, 64),
     # Few lengths: every one is a decode program and two prefill programs.
-    live_buckets=(max_len // 2, max_len),
+    live_buckets=tuple(range(max_len // 4, max_len + 1, max_len // 4)),
     env_workers=env_workers,
     num_lanes=lanes,
   )

@@ -4,15 +4,18 @@ At a few dozen rows per step most of an operation's cost is that it exists, so:
 
 * Small kernels that share an input are joined, once per version of the weights (`prepare`).
 * A loop of C steps works on a window of the cache in which every slot's contents are moved right, to end where the
-  loop's own tokens begin: the C last columns. Step i then writes column `W - C + i` of all slots, one slice instead of
+  loop's own tokens begin: the C last columns. Step i then writes column `W - C + i` of all rows, one slice instead of
   a scatter, and only what was fed goes back into the cache at the end (`merge_window`).
+* Rows may come in groups of windows of different lengths: the bytes of the longest context need not be read for all.
 * Angles of all C steps are computed before the loop; queries and keys are normed and rotated together.
 
-Shapes: S slots, C steps, W = live_len window columns, K key/value heads, Dh head_dim.
+Shapes: S slots, as many rows, in G groups of R = S / G, C steps, W window columns of a group, K key/value heads, Dh
+head_dim.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -30,12 +33,15 @@ _MASKED = -1e30  # finite: a row without any allowed key gives a uniform softmax
 class Window(TypedDict):
   """What a loop of C decode steps carries."""
 
-  layers: dict[str, LayerCache]
-  """Keys `[S, K, Dh, W]` and values `[S, K, W, Dh]`; column `W - C + i` is position `positions + i`."""
+  groups: tuple[dict[str, LayerCache], ...]
+  """By group and layer: keys `[R, K, Dh, W]` and values `[R, K, W, Dh]`; column `W - C + i` is position
+  `positions + i`."""
+  slots: jax.Array
+  """`[S]` int32: of each row."""
   positions: jax.Array
-  """`[S]` int32: of the first step's tokens."""
+  """`[S]` int32: of the first step's tokens, by row."""
   rope: tuple[jax.Array, jax.Array]
-  """cos and sin `[C, S, rotary_dim]`."""
+  """cos and sin `[C, S, rotary_dim]`, by row."""
 
 
 def prepare(config: ModelConfig, params: Params) -> Params:
@@ -68,43 +74,47 @@ def lm_head(prepared: Params) -> jax.Array:
   return kernel
 
 
-def open_window(config: ModelConfig, cache: Cache, positions: jax.Array, *, steps: int, live_len: int) -> Window:
+def open_window(
+  config: ModelConfig, cache: Cache, slots: jax.Array, positions: jax.Array, *, steps: int, live_lens: tuple[int, ...]
+) -> Window:
   """A window for `steps` steps whose first tokens stand at `positions` `[S]`; see `types.CachedPolicy.window`."""
 
-  def move(layer: LayerCache) -> LayerCache:
-    def one(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-      key, value, position = inputs
-      first = position + steps  # of the columns that remain, counted in the padded copy
-      around = (live_len, max(live_len - key.shape[-1], 0))
-      key = jnp.pad(key[..., :live_len], ((0, 0), (0, 0), around))
-      value = jnp.pad(value[:, :live_len], ((0, 0), around, (0, 0)))
-      return (
-        jax.lax.dynamic_slice_in_dim(key, first, live_len, axis=2),
-        jax.lax.dynamic_slice_in_dim(value, first, live_len, axis=1),
-      )
+  def move(layer: LayerCache, live_len: int, slot: jax.Array, position: jax.Array) -> LayerCache:
+    first = position + steps  # of the columns that remain, counted in the padded copy
+    around = (live_len, max(live_len - layer["value"].shape[-2], 0))
+    key = jnp.pad(layer["key"][slot, ..., :live_len], ((0, 0), (0, 0), around))
+    value = jnp.pad(layer["value"][slot, :, :live_len], ((0, 0), around, (0, 0)))
+    return LayerCache(
+      key=jax.lax.dynamic_slice_in_dim(key, first, live_len, axis=2),
+      value=jax.lax.dynamic_slice_in_dim(value, first, live_len, axis=1),
+    )
 
-    # Slot by slot: one copy of contiguous rows each, where a gather would compute an address per element.
-    key, value = jax.lax.map(one, (layer["key"], layer["value"], positions))
-    return LayerCache(key=key, value=value)
+  def group(live_len: int, slots: jax.Array, positions: jax.Array) -> dict[str, LayerCache]:
+    one = functools.partial(move, live_len=live_len)
+    return {
+      name: jax.vmap(lambda slot, position, layer=layer: one(layer, slot=slot, position=position))(slots, positions)
+      for name, layer in cache.items()
+    }
 
+  num_groups = len(live_lens)
   return Window(
-    layers={name: move(layer) for name, layer in cache.items()},
+    groups=tuple(map(group, live_lens, jnp.split(slots, num_groups), jnp.split(positions, num_groups))),
+    slots=slots,
     positions=positions,
     rope=rope_tables(config, positions + jnp.arange(steps)[:, None]),
   )
 
 
 def merge_window(cache: Cache, window: Window, count: jax.Array) -> Cache:
-  """Writes what the first `count[s]` steps fed to slot s into the cache; see `types.CachedPolicy.merge`."""
+  """Writes what the first `count[r]` steps fed to row r into the cache; see `types.CachedPolicy.merge`."""
   steps = window["rope"][0].shape[0]
-  slots = jnp.arange(count.shape[0])
   merged = {}
   for name, layer in cache.items():
-    fresh = window["layers"][name]
-    key, value = fresh["key"][..., -steps:], fresh["value"][:, :, -steps:]
+    key = jnp.concatenate([group[name]["key"][..., -steps:] for group in window["groups"]])
+    value = jnp.concatenate([group[name]["value"][:, :, -steps:] for group in window["groups"]])
     merged[name] = LayerCache(
-      key=write_span(layer["key"], key, slots, window["positions"], count, time_axis=2),
-      value=write_span(layer["value"], value, slots, window["positions"], count, time_axis=1),
+      key=write_span(layer["key"], key, window["slots"], window["positions"], count, time_axis=2),
+      value=write_span(layer["value"], value, window["slots"], window["positions"], count, time_axis=1),
     )
   return merged
 
@@ -112,23 +122,32 @@ def merge_window(cache: Cache, window: Window, count: jax.Array) -> Cache:
 def step(
   config: ModelConfig, prepared: Params, window: Window, tokens: jax.Array, i: jax.Array
 ) -> tuple[jax.Array, Window]:
-  """Step i of the loop, `[S]` tokens -> `[S, D]` hidden states; see `types.CachedPolicy.step`."""
-  cos, sin = (jax.lax.dynamic_index_in_dim(table, i, keepdims=False) for table in window["rope"])
-  steps, live_len = window["rope"][0].shape[0], window["layers"]["layers_0"]["value"].shape[2]
-  column = live_len - steps + i
-  columns = jnp.arange(live_len)
-  allowed = (columns >= live_len - steps - window["positions"][:, None]) & (columns <= column)
+  """Step i of the loop, `[S]` tokens -> `[S, D]` hidden states, by row; see `types.CachedPolicy.step`."""
+  rope = tuple(jax.lax.dynamic_index_in_dim(table, i, keepdims=False) for table in window["rope"])
+  groups = window["groups"]
+  steps = window["rope"][0].shape[0]
+  lengths = [group["layers_0"]["value"].shape[2] for group in groups]
+  columns = [length - steps + i for length in lengths]
+  allowed = [
+    (jnp.arange(length) >= length - steps - first[:, None]) & (jnp.arange(length) <= column)
+    for length, column, first in zip(lengths, columns, jnp.split(window["positions"], len(groups)), strict=True)
+  ]
   x = prepared["embed"]["embedding"].astype(config.compute_dtype).at[tokens].get(mode="clip")
-  caches = {}
+  written: list[dict[str, LayerCache]] = [{} for _ in groups]
   for n in range(config.num_layers):
     name = f"layers_{n}"
     layer = prepared[name]
-    normed = rms_norm(x, layer["input_norm"]["scale"], config)
-    y, caches[name] = _attention(config, layer, normed, (cos, sin), window["layers"][name], column, allowed)
-    x = x + y
+    q, k, v = _project(config, layer, rms_norm(x, layer["input_norm"]["scale"], config), rope)
+    mixed = []
+    for g, rows in enumerate(zip(*(jnp.split(y, len(groups)) for y in (q, k, v)), strict=True)):
+      heads, written[g][name] = _attend(*rows, groups[g][name], columns[g], allowed[g])
+      mixed.append(heads)
+    x = x + _linear(config, layer["o_proj"], jnp.concatenate(mixed))
     x = x + _feed_forward(config, layer, rms_norm(x, layer["post_attention_norm"]["scale"], config))
   hidden = rms_norm(x, prepared["final_norm"]["scale"], config)
-  return hidden, Window(layers=caches, positions=window["positions"], rope=window["rope"])
+  return hidden, Window(
+    groups=tuple(written), slots=window["slots"], positions=window["positions"], rope=window["rope"]
+  )
 
 
 def _join(parts: Sequence[Params]) -> Params:
@@ -143,31 +162,32 @@ def _linear(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
   return y + params["bias"].astype(config.compute_dtype) if "bias" in params else y
 
 
-def _attention(
-  config: ModelConfig,
-  layer: Params,
-  x: jax.Array,
-  rope: tuple[jax.Array, jax.Array],
-  cache: LayerCache,
-  column: jax.Array,
-  allowed: jax.Array,
-) -> tuple[jax.Array, LayerCache]:
-  """Attention of one token per slot, x `[S, D]` -> `[S, D]`, over the `allowed` `[S, W]` columns."""
-  slots, heads, kv_heads, dim = x.shape[0], config.num_heads, config.num_kv_heads, config.head_dim
-  qkv = _linear(config, layer["qkv"], x).reshape(slots, heads + 2 * kv_heads, dim)
+def _project(
+  config: ModelConfig, layer: Params, x: jax.Array, rope: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """x `[S, D]` -> queries `[S, K, H / K, Dh]`, scaled, and keys and values `[S, K, Dh]`."""
+  heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+  qkv = _linear(config, layer["qkv"], x).reshape(-1, heads + 2 * kv_heads, dim)
   qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
   if config.qk_norm:
     qk = rms_norm(qk, layer["qk_scale"], config)
   qk = apply_rope(qk, *rope)
+  q = (qk[:, :heads] * config.attention_scale).reshape(-1, kv_heads, heads // kv_heads, dim)
+  return q, qk[:, heads:], v
+
+
+def _attend(
+  q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, column: jax.Array, allowed: jax.Array
+) -> tuple[jax.Array, LayerCache]:
+  """One token per row over the `allowed` `[R, W]` columns, its own included, -> `[R, H Dh]`."""
   cache = LayerCache(
-    key=jax.lax.dynamic_update_slice_in_dim(cache["key"], qk[:, heads:, :, None], column, axis=3),
+    key=jax.lax.dynamic_update_slice_in_dim(cache["key"], k[..., None], column, axis=3),
     value=jax.lax.dynamic_update_slice_in_dim(cache["value"], v[:, :, None], column, axis=2),
   )
-  q = (qk[:, :heads] * config.attention_scale).reshape(slots, kv_heads, -1, dim)
   scores = jnp.einsum("skgd,skdt->skgt", q, cache["key"], preferred_element_type=jnp.float32)
-  weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, _MASKED), axis=-1).astype(x.dtype)
+  weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, _MASKED), axis=-1).astype(q.dtype)
   mixed = jnp.einsum("skgt,sktd->skgd", weights, cache["value"])
-  return _linear(config, layer["o_proj"], mixed.reshape(slots, heads * dim)), cache
+  return mixed.reshape(q.shape[0], -1), cache
 
 
 def _feed_forward(config: ModelConfig, layer: Params, x: jax.Array) -> jax.Array:

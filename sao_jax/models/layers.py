@@ -147,11 +147,14 @@ def extend_attention(
   key = cache["key"][:, :, :, :live_len].at[slots].get(mode="clip")
   value = cache["value"][:, :, :live_len].at[slots].get(mode="clip")
   rows, chunk, heads, dim = q.shape
-  grouped = (q * scale).reshape(rows, chunk, key.shape[1], -1, dim)
-  scores = jnp.einsum("rckgd,rkdt->rkgct", grouped, key, preferred_element_type=jnp.float32)
-  allowed = jnp.arange(live_len)[None, None, :] <= positions[:, :, None]
-  weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, _MASKED), axis=-1).astype(q.dtype)
-  return jnp.einsum("rkgct,rktd->rckgd", weights, value).reshape(rows, chunk, heads, dim)
+  # Queries of a key head as the rows of one matrix: any other order costs the CPU copies of scores and values.
+  grouped = (q * scale).reshape(rows, chunk, key.shape[1], -1, dim).transpose(0, 2, 3, 1, 4)
+  matrix = grouped.reshape(rows, key.shape[1], -1, dim)
+  scores = jnp.einsum("rkmd,rkdt->rkmt", matrix, key, preferred_element_type=jnp.float32)
+  allowed = jnp.tile(jnp.arange(live_len) <= positions[:, :, None], (1, heads // key.shape[1], 1))
+  weights = jax.nn.softmax(jnp.where(allowed[:, None], scores, _MASKED), axis=-1).astype(q.dtype)
+  mixed = jnp.einsum("rkmt,rktd->rkmd", weights, value).reshape(grouped.shape)
+  return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, chunk, heads, dim)
 
 
 def write_span(

@@ -186,7 +186,7 @@ class Residency:
       piece = prefix[start : start + widest]
       self._sampler.prefill(
         params,
-        [PrefillRow(slot, start, piece, 0, 0, False, 0)],
+        [PrefillRow(slot, start, piece, None)],
         num_rows=config.prefill_rows[0],
         width=bucket(config.prefill_tokens, len(piece)),
         live_len=bucket(config.live_lengths(), start + len(piece)),

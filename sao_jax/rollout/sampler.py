@@ -16,7 +16,7 @@ from jax.extend.random import threefry_2x32
 
 from sao_jax.types import Cache, CachedPolicy, Params, Window
 
-_HEADER = 7  # slot, start, count, next token, budget, activate, episode
+_HEADER = 8  # slot, start, count, slot whose state is set, and that state
 _MAX_UNIFORM = 1.0 - 2.0**-20  # keeps a sampled threshold below the total, so that no token of weight 0 is chosen
 _BLOCK = 32
 
@@ -65,18 +65,25 @@ SavedRow: TypeAlias = "Future[Cache]"
 """One slot's part of a cache, taken out of it."""
 
 
+class RowState(NamedTuple):
+  """A slot's state after a row was fed to it."""
+
+  next_token: int
+  """The context's token after those that were fed; decoding starts by feeding it."""
+  budget: int
+  activate: bool
+  episode: int
+
+
 class PrefillRow(NamedTuple):
-  """Tokens to feed to one slot, and the slot's state after them."""
+  """Tokens to feed to one slot."""
 
   slot: int
   start: int
   tokens: np.ndarray
   """`[n]` int32, to be written at `start, start + 1, ...`; may be empty."""
-  next_token: int
-  """The context's token after `tokens`; decoding starts by feeding it."""
-  budget: int
-  activate: bool
-  episode: int
+  state: RowState | None
+  """None: the slot's state stays, because another row of the same slot sets it."""
 
 
 def sample_tokens(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -150,10 +157,10 @@ class SamplerSpec:
 def _prefill(
   params: Params, cache: Cache, state: SlotState, packed: jax.Array, *, spec: SamplerSpec, live_len: int
 ) -> tuple[Cache, SlotState]:
-  slots, start, count, token, budget, activate, episode = packed[:, :_HEADER].T
+  slots, start, count, state_of, token, budget, activate, episode = packed[:, :_HEADER].T
   _, cache = spec.model.extend(params, cache, packed[:, _HEADER:], slots, start, count, live_len=live_len)
   rows = SlotState(token, start + count, budget, activate.astype(bool), episode)
-  state = jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), state, rows)
+  state = jax.tree.map(lambda old, new: old.at[state_of].set(new, mode="drop"), state, rows)
   return cache, _hold_slots(spec, state)
 
 
@@ -162,12 +169,16 @@ def _prepare(params: Params, *, spec: SamplerSpec) -> Params:
   return spec.model.prepare(params)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "live_len"), donate_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnames=("spec", "live_lens"), donate_argnums=(1, 2))
 def _decode(
-  prepared: Params, cache: Cache, state: SlotState, key: jax.Array, *, spec: SamplerSpec, live_len: int
+  prepared: Params, cache: Cache, state: SlotState, key: jax.Array, *, spec: SamplerSpec, live_lens: tuple[int, ...]
 ) -> tuple[Cache, SlotState, jax.Array]:
   model, steps = spec.model, spec.chunk_steps
   lm_head = model.lm_head(prepared)
+  slots = jnp.arange(state.token.shape[0])
+  if len(live_lens) > 1:  # the longest active contexts first; from here on everything is by row, not by slot
+    slots = jnp.argsort(jnp.where(state.active, state.position, -1), descending=True)
+    state = jax.tree.map(lambda x: x[slots], state)
   noise = slot_noise(key, state.episode, state.position, steps=steps)
   first_position = state.position
   stop_ids = np.asarray(spec.stop_ids, np.int32)
@@ -189,7 +200,7 @@ def _decode(
     return i + 1, window, new, tokens_out.at[i].set(tokens), logp_out.at[i].set(logp)
 
   shape = (steps, state.token.shape[0])
-  window = model.window(cache, state.position, steps=steps, live_len=live_len)
+  window = model.window(cache, slots, state.position, steps=steps, live_lens=live_lens)
   carry = (jnp.int32(0), window, state, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
   # A while loop rather than a scan: it ends when every slot waits.
   _, window, state, tokens, logp = jax.lax.while_loop(
@@ -204,9 +215,13 @@ def _decode(
       state.active[None].astype(jnp.int32),
     ]
   )
+  cache = model.merge(cache, window, count)
+  if len(live_lens) > 1:
+    rows = jnp.argsort(slots)
+    state, out = jax.tree.map(lambda x: x[rows], state), out[:, rows]
   if model.placement is not None:
     out = jax.lax.with_sharding_constraint(out, model.placement.whole)
-  return model.merge(cache, window, count), _hold_slots(spec, state), out
+  return cache, _hold_slots(spec, state), out
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "num_slots", "max_len"))
@@ -251,9 +266,9 @@ class _Lane:
     with _dispatching(self._spec):
       self.cache, self.state = _prefill(params, self.cache, self.state, rows, spec=self._spec, live_len=live_len)
 
-  def decode(self, prepared: Params, key: jax.Array, live_len: int) -> jax.Array:
+  def decode(self, prepared: Params, key: jax.Array, live_lens: tuple[int, ...]) -> jax.Array:
     with _dispatching(self._spec):
-      self.cache, self.state, out = _decode(prepared, self.cache, self.state, key, spec=self._spec, live_len=live_len)
+      self.cache, self.state, out = _decode(prepared, self.cache, self.state, key, spec=self._spec, live_lens=live_lens)
     return out
 
   def save(self, slot: int, to_host: bool) -> Cache:
@@ -299,6 +314,14 @@ class Sampler:
   def num_lanes(self) -> int:
     return self._num_lanes
 
+  @property
+  def num_groups(self) -> int:
+    """Groups of windows that suit a lane: halves, since the longest context is often twice as long as most.
+
+    One where slots are on a mesh (rows would change their shard), or where they do not divide.
+    """
+    return 1 if self._spec.model.placement is not None or self._num_slots // self._num_lanes % 2 else 2
+
   def reset(self) -> None:
     """Empties all slots."""
     self._settle()
@@ -314,15 +337,18 @@ class Sampler:
   def prefill(self, params: Params, rows: Sequence[PrefillRow], *, num_rows: int, width: int, live_len: int) -> None:
     """Feeds up to `num_rows` rows of up to `width` tokens; `live_len` bounds every row's last position + 1.
 
-    Rows must have different slots of one lane. Only dispatches.
+    Rows must have slots of one lane, and only one of the rows of a slot a state. Rows of one slot read each other's
+    tokens, as far as they come before. Only dispatches.
     """
     (lane,) = {row.slot % self._num_lanes for row in rows}
     packed = np.zeros((num_rows, _HEADER + width), np.int32)
-    packed[:, 0] = self._num_slots  # unused rows are ignored
+    packed[:, [0, 3]] = self._num_slots  # what has no such slot is ignored
     for i, row in enumerate(rows):
       count = len(row.tokens)
       slot = row.slot // self._num_lanes
-      packed[i, :_HEADER] = (slot, row.start, count, row.next_token, row.budget, row.activate, row.episode)
+      packed[i, :3] = (slot, row.start, count)
+      if row.state is not None:
+        packed[i, 3:_HEADER] = (slot, *row.state)
       packed[i, _HEADER : _HEADER + count] = row.tokens
     self._submit(lane, functools.partial(self._lanes[lane].prefill, params, packed, live_len))
 
@@ -352,20 +378,21 @@ class Sampler:
     per_copy, per_byte = costs["host" if to_host else "device"]
     return per_copy + row_bytes * (2 if to_host else 1) * per_byte < 2.0 * parameters * length
 
-  def decode(self, params: Params, key: jax.Array, *, live_lens: Sequence[int]) -> RunningChunk:
+  def decode(self, params: Params, key: jax.Array, *, live_lens: Sequence[tuple[int, ...]]) -> RunningChunk:
     """Dispatches one chunk; give the result to `fetch`.
 
     Args:
       params: weights.
       key: base of the noise.
-      live_lens: per lane, a bound on every active slot's position + `chunk_steps`; 0 leaves the lane out.
+      live_lens: per lane, bounds on every active slot's position + `chunk_steps`: one for all, or one for each of
+        several groups of equal size, the longest active contexts being in the first; () leaves the lane out.
     """
     if params is not self._params:
       with _dispatching(self._spec):
         self._params, self._prepared = params, _prepare(params, spec=self._spec)
     return [
-      self._submit(i, functools.partial(lane.decode, self._prepared, key, live_len)) if live_len else None
-      for i, (lane, live_len) in enumerate(zip(self._lanes, live_lens, strict=True))
+      self._submit(i, functools.partial(lane.decode, self._prepared, key, tuple(lens))) if lens else None
+      for i, (lane, lens) in enumerate(zip(self._lanes, live_lens, strict=True))
     ]
 
   def fetch(self, chunk: RunningChunk) -> Chunk:

@@ -19,8 +19,10 @@ import jax
 from sao_jax.rollout.config import EngineConfig, bucket
 from sao_jax.rollout.environments import EnvironmentHolder
 from sao_jax.rollout.episodes import Answer, Episode, EpisodeFailure, EpisodeRequest
+from sao_jax.rollout.patience import Patience
+from sao_jax.rollout.prefill import Piece, plan_calls
 from sao_jax.rollout.residency import Residency, Seat, State
-from sao_jax.rollout.sampler import PrefillRow, RunningChunk, Sampler
+from sao_jax.rollout.sampler import PrefillRow, RowState, RunningChunk, Sampler
 from sao_jax.rollout.workers import Task, Workers
 from sao_jax.types import Ended, EnvironmentFactory, Params, Tokenizer, Trajectory
 
@@ -40,6 +42,10 @@ class SlotTable:
     self._live_lengths = config.live_lengths()
     self._window_lengths = config.window_lengths()
     self._workers = Workers(config.env_workers)
+    self._patience = Patience()
+    self._chunk_began, self._chunk_s = 0.0, 0.0
+    self._fresh = 0
+    """Environment calls since the last chunk."""
     self._tasks: dict[Task, Seat | None] = {}
     """Running environment calls; None: closing one that nobody waits for."""
     self._seats = [Seat(i, self._new_holder()) for i in range(config.live_episodes)]
@@ -113,6 +119,8 @@ class SlotTable:
   def collect(self, *, wait_all: bool = False, wait_s: float = 0.0, stop: threading.Event | None = None) -> None:
     """Takes in what environments answered, in the seats' order; gives up those that hang.
 
+    Answers that are about to come are waited for, see `Patience`.
+
     Args:
       wait_all: wait for every running call.
       wait_s: wait this long for the first answer.
@@ -120,10 +128,15 @@ class SlotTable:
     """
     done = self._workers.poll(wait_s)
     self._give_up_hanging()
+    if not wait_all:
+      done += self._wait_for_fresh(done)
     while wait_all and len(done) < len(self._tasks) and not (stop is not None and stop.is_set()):
       done += self._workers.poll(_POLL_S)
       self._give_up_hanging()
     answers = [(seat, task) for task in done if (seat := self._tasks.pop(task, None)) is not None]
+    for _, task in answers:
+      assert task.finished_at is not None
+      self._patience.answered(task.finished_at - task.submitted_at)
     for seat, task in sorted(answers, key=lambda x: x[0].index):
       if task.error is not None:
         self._fail(seat, task.error)
@@ -134,6 +147,23 @@ class SlotTable:
         self._feed(seat)
       else:
         self._take_answer(seat, *task.result)
+
+  def _wait_for_fresh(self, done: Collection[Task]) -> list[Task]:
+    """More calls that finished, for as long as it pays to wait for those made since the last chunk."""
+    answered = [seat for task in done if (seat := self._tasks.get(task)) is not None]
+    ready = len(answered) + sum(seat.state in (State.FEED, State.DECODE) for seat in self._seats)
+    limit = self._patience.limit(fresh=self._fresh, ready=ready, chunk_s=self._chunk_s)
+    more: list[Task] = []
+    while limit:
+      seen = {*done, *more}
+      now = time.monotonic()
+      left = [
+        task.submitted_at + limit - now for task, seat in self._tasks.items() if seat is not None and task not in seen
+      ]
+      if not left or max(left) <= 0:
+        break
+      more += self._workers.poll(max(left))
+    return more
 
   def cut(self, requests: Collection[EpisodeRequest]) -> set[EpisodeRequest]:
     """Ends the episodes of `requests` where they are: 'truncated', or failed if nothing was sampled yet.
@@ -165,20 +195,22 @@ class SlotTable:
 
   def dispatch(self, params: Params, key: jax.Array) -> RunningChunk | None:
     """Dispatches a decode chunk; None if no seat is decoding."""
-    needs = [0] * self._sampler.num_lanes
+    needs: list[list[int]] = [[] for _ in range(self._sampler.num_lanes)]
     for seat in self._seats:
       if seat.state is State.DECODE:
         assert seat.episode is not None
-        lane = self._lane(seat)
-        needs[lane] = max(needs[lane], seat.episode.length - 1 + self._config.chunk_steps)
+        needs[self._lane(seat)].append(seat.episode.length - 1 + self._config.chunk_steps)
     if not any(needs):
       return None
     self.counts["chunks"] += 1
-    return self._sampler.decode(params, key, live_lens=[need and bucket(self._window_lengths, need) for need in needs])
+    self._chunk_began = time.monotonic()
+    return self._sampler.decode(params, key, live_lens=[self._windows(lane) for lane in needs])
 
   def absorb(self, out: RunningChunk) -> None:
     """Waits for the chunk `out` and takes in what it sampled; finished actions go to their environments."""
     chunk = self._sampler.fetch(out)
+    self._chunk_s = time.monotonic() - self._chunk_began
+    self._fresh = 0
     for seat in self._seats:
       if seat.state is not State.DECODE:
         continue
@@ -212,37 +244,43 @@ class SlotTable:
     self.counts["episodes_finished"] += len(trajectories)
     return trajectories, failures
 
+  def _windows(self, needs: list[int]) -> tuple[int, ...]:
+    """Window lengths of a lane's groups, from what its decoding seats need."""
+    needs = sorted(needs, reverse=True)
+    size = self._config.num_slots // self._sampler.num_lanes // self._sampler.num_groups
+    starts = range(0, size * self._sampler.num_groups, size)
+    return tuple(bucket(self._window_lengths, max(needs[i : i + 1], default=0)) for i in starts) if needs else ()
+
   def _prefill_lane(self, params: Params, feeding: list[Seat]) -> None:
-    # Similar lengths share a call, so that few columns are padding.
-    feeding.sort(key=lambda seat: -len(seat.pending))
-    largest = self._config.prefill_rows[-1]
-    for i in range(0, len(feeding), largest):
-      rows = [self._next_piece(seat) for seat in feeding[i : i + largest]]
-      self._sampler.prefill(
-        params,
-        rows,
-        num_rows=bucket(self._config.prefill_rows, len(rows)),
-        width=bucket(self._config.prefill_tokens, max(len(row.tokens) for row in rows)),
-        live_len=bucket(self._live_lengths, max(row.start + len(row.tokens) for row in rows)),
-      )
+    config = self._config
+    widest = config.prefill_tokens[-1]
+    calls = plan_calls(
+      [seat.fed for seat in feeding],
+      [min(len(seat.pending) - 1, widest) for seat in feeding],
+      rows=config.prefill_rows,
+      widths=config.prefill_tokens,
+    )
+    for call in calls:
+      rows = [self._feed_piece(feeding[piece.context], piece) for piece in call.pieces]
+      live_len = bucket(self._live_lengths, max(row.start + len(row.tokens) for row in rows))
+      self._sampler.prefill(params, rows, num_rows=call.num_rows, width=call.width, live_len=live_len)
       self.counts["prefills"] += 1
       self.counts["prefill_tokens"] += sum(len(row.tokens) for row in rows)
 
-  def _next_piece(self, seat: Seat) -> PrefillRow:
+  def _feed_piece(self, seat: Seat, piece: Piece) -> PrefillRow:
     """The next tokens to feed to a seat; it decodes once nothing is left."""
     episode = seat.episode
     assert episode is not None and seat.slot is not None
     seat.cache_version = self._version
     start = seat.fed
-    piece = seat.pending[:-1][: self._config.prefill_tokens[-1]]
-    seat.fed += len(piece)
-    seat.pending = seat.pending[len(piece) :]
+    tokens = seat.pending[: piece.count]
+    seat.fed += piece.count
+    seat.pending = seat.pending[piece.count :]
     complete = len(seat.pending) == 1
     if complete:
       seat.state = State.DECODE
-    return PrefillRow(
-      seat.slot, start, piece, int(seat.pending[0]), episode.budget(self._config), complete, episode.request.episode_id
-    )
+    state = RowState(int(seat.pending[0]), episode.budget(self._config), complete, episode.request.episode_id)
+    return PrefillRow(seat.slot, start, tokens, state if piece.last else None)
 
   def _take_answer(self, seat: Seat, action_text: str, answer: Answer) -> None:
     """An environment answered an action: the episode ends or goes on."""
@@ -271,6 +309,7 @@ class SlotTable:
     seat.state = State.ENV
     seat.since = next(self._clock)
     task = Task(call, seat.holder.close)
+    self._fresh += 1
     self._tasks[task] = seat
     self._workers.submit(task)
 

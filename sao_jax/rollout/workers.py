@@ -15,7 +15,9 @@ class Task:
   def __init__(self, call: Callable[[], Any], on_abandoned: Callable[[Any], None]):
     self.result: Any = None
     self.error: BaseException | None = None
+    self.submitted_at = time.monotonic()
     self.started_at: float | None = None
+    self.finished_at: float | None = None
     self._call = call
     self._on_abandoned = on_abandoned
     self._lock = threading.Lock()
@@ -30,6 +32,7 @@ class Task:
         self.result = self._call()
       except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code: it fails its own episode)
         self.error = error
+    self.finished_at = time.monotonic()
     with self._lock:
       self._done = True
       if not self._abandoned:

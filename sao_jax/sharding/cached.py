@@ -47,11 +47,11 @@ def cached_on_mesh(
     hidden, cache = policy.extend(params, cache, *args, live_len=_time(cache) if whole_time else live_len)
     return hidden, hold(cache)
 
-  def window(cache: Cache, positions: jax.Array, *, steps: int, live_len: int) -> Window:
+  def window(cache: Cache, slots: jax.Array, positions: jax.Array, *, steps: int, live_lens: tuple[int, ...]) -> Window:
     if whole_time:
       # With room for all steps behind a full slot, in shards of one length.
-      live_len = -(-(_time(cache) + steps) // mesh.shape["context"]) * mesh.shape["context"]
-    return hold(policy.window(cache, positions, steps=steps, live_len=live_len))
+      live_lens = (-(-(_time(cache) + steps) // mesh.shape["context"]) * mesh.shape["context"],)
+    return hold(policy.window(cache, slots, positions, steps=steps, live_lens=live_lens))
 
   def step(prepared: Params, window: Window, tokens: jax.Array, i: jax.Array) -> tuple[jax.Array, Window]:
     hidden, window = policy.step(prepared, window, tokens, i)

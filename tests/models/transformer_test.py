@@ -29,20 +29,25 @@ def _params(name: str) -> Any:
 @functools.cache
 def _functions(name: str) -> tuple[Any, Any, Any, Any]:
   model = cached_policy(CONFIGS[name])
-  jit = functools.partial(jax.jit, static_argnames="live_len", donate_argnums=1)
 
-  def loop(params: Any, cache: Any, tokens: jax.Array, start: jax.Array, count: jax.Array, *, live_len: int) -> Any:
-    """Decodes the given tokens `[steps, S]`: hidden states `[steps, S, D]` and the cache."""
-    window = model.window(cache, start, steps=tokens.shape[0], live_len=live_len)
+  def jit(function: Any, static: str) -> Any:
+    return jax.jit(function, static_argnames=static, donate_argnums=1)
+
+  def loop(
+    params: Any, cache: Any, tokens: jax.Array, start: jax.Array, count: jax.Array, *, live_lens: tuple[int, ...]
+  ) -> Any:
+    """Decodes the given tokens `[steps, S]`: hidden states `[steps, S, D]` and the cache; rows by falling start."""
+    slots = jnp.argsort(start, descending=True)
+    window = model.window(cache, slots, start[slots], steps=tokens.shape[0], live_lens=live_lens)
 
     def body(window: Any, i: jax.Array) -> Any:
-      hidden, window = model.step(model.prepare(params), window, tokens[i], i)
+      hidden, window = model.step(model.prepare(params), window, tokens[i, slots], i)
       return window, hidden
 
     window, hidden = jax.lax.scan(body, window, jnp.arange(tokens.shape[0]))
-    return hidden, model.merge(cache, window, count)
+    return hidden[:, jnp.argsort(slots)], model.merge(cache, window, count[slots])
 
-  return model, jax.jit(policy_apply(CONFIGS[name])), jit(model.extend), jit(loop)
+  return model, jax.jit(policy_apply(CONFIGS[name])), jit(model.extend, "live_len"), jit(loop, "live_lens")
 
 
 def _sequences(seed: int = 0) -> np.ndarray:
@@ -143,7 +148,7 @@ def test_incremental_equals_full_in_any_chunking(name: str, data: st.DataObject)
       for r, slot in enumerate(slots):
         fed[: count[r], slot] = tokens[r, done[r] : done[r] + count[r]]
       at[slots], fed_count[slots] = done, count
-      hidden, cache = loop(params, cache, fed, at, fed_count, live_len=MAX_LEN + STEPS)
+      hidden, cache = loop(params, cache, fed, at, fed_count, live_lens=(MAX_LEN + STEPS,))
       hidden, advanced = np.asarray(hidden)[np.maximum(count - 1, 0), slots], count > 0
     done = done + count
     for r in np.flatnonzero(advanced):
@@ -185,7 +190,7 @@ def test_only_what_is_fed_is_written() -> None:
   want[2, 1:4] = want[0, MAX_LEN - 2 :] = True  # the row of slot SLOTS is ignored
   np.testing.assert_array_equal(_written(cache), want)
   at, count = np.asarray([5, 8, 0, 17]), np.asarray([3, 1, 0, 3])
-  _, cache = loop(params, _marked_cache(model), tokens[:, :SLOTS][:STEPS], at, count, live_len=MAX_LEN)
+  _, cache = loop(params, _marked_cache(model), tokens[:, :SLOTS][:STEPS], at, count, live_lens=(MAX_LEN,))
   want = np.zeros((SLOTS, MAX_LEN), bool)
   want[0, 5:8] = want[1, 8] = want[3, 17:] = True
   np.testing.assert_array_equal(_written(cache), want)
@@ -205,20 +210,21 @@ def test_nothing_past_live_len_is_read() -> None:
   slots, start, count = np.arange(ROWS), np.zeros(ROWS, np.int32), np.full(ROWS, 5)
   hidden, cache = extend(params, poisoned, tokens[:, :CHUNK], slots, start, count, live_len=12)
   assert np.isfinite(hidden).all()
-  hidden, _ = loop(params, cache, tokens[:, :SLOTS], np.full(SLOTS, 5), np.full(SLOTS, 3), live_len=12)
+  hidden, _ = loop(params, cache, tokens[:, :SLOTS], np.full(SLOTS, 5), np.full(SLOTS, 3), live_lens=(12,))
   assert np.isfinite(hidden).all()
 
 
-def test_live_len_changes_no_number() -> None:
-  """Not for slots whose loop fits in it; those beyond are idle, and nothing is written for them."""
+@pytest.mark.parametrize(("last", "live_lens"), [(17, (12,)), (2, (12,)), (2, (12, 6))])
+def test_live_lens_change_no_number(last: int, live_lens: tuple[int, ...]) -> None:
+  """Not for slots whose loop fits in them; those beyond are idle, and nothing is written for them."""
   model, _, _, loop = _functions("dense")
   params = _params("dense")
   keys = iter(jax.random.split(jax.random.key(3), 100))
   cache = jax.tree.map(lambda x: np.asarray(jax.random.normal(next(keys), x.shape)), model.init_cache(SLOTS, MAX_LEN))
   tokens = np.arange(STEPS * SLOTS, dtype=np.int32).reshape(STEPS, SLOTS)
-  at, count = np.asarray([3, 0, 9, 17], np.int32), np.asarray([3, 2, 1, 0], np.int32)
-  hidden, got = loop(params, jax.tree.map(jnp.asarray, cache), tokens, at, count, live_len=12)
-  want_hidden, want = loop(params, jax.tree.map(jnp.asarray, cache), tokens, at, count, live_len=MAX_LEN)
+  at, count = np.asarray([3, 0, 9, last], np.int32), np.asarray([3, 2, 1, 0], np.int32)
+  hidden, got = loop(params, jax.tree.map(jnp.asarray, cache), tokens, at, count, live_lens=live_lens)
+  want_hidden, want = loop(params, jax.tree.map(jnp.asarray, cache), tokens, at, count, live_lens=(MAX_LEN,))
   np.testing.assert_allclose(hidden[:, :3], want_hidden[:, :3], atol=1e-5)
   assert np.isfinite(hidden).all()
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
@@ -267,7 +273,7 @@ def test_a_decode_loop_copies_neither_cache_nor_window() -> None:
   model, params = cached_policy(CONFIGS["dense"]), _params("dense")
 
   def decode(params: Any, cache: Any, tokens: jax.Array) -> Any:
-    window = model.window(cache, jnp.zeros(SLOTS, jnp.int32), steps=STEPS, live_len=12)
+    window = model.window(cache, jnp.arange(SLOTS), jnp.zeros(SLOTS, jnp.int32), steps=STEPS, live_lens=(12,))
 
     def body(i: jax.Array, carry: Any) -> Any:
       tokens, window = carry

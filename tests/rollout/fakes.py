@@ -63,24 +63,29 @@ def fake_policy() -> CachedPolicy:
     }
     return hidden(params, cache, jnp.minimum(slots, cache["id"].shape[0] - 1), start + count - 1, live_len), cache
 
-  def window(cache, positions, *, steps, live_len):
-    return {"cache": cache, "positions": positions, "live_len": jnp.zeros(min(live_len, cache["id"].shape[1]))}
+  def window(cache, slots, positions, *, steps, live_lens):
+    lengths = jnp.repeat(jnp.asarray(live_lens), len(slots) // len(live_lens))
+    rows = {name: x[slots] for name, x in cache.items()}
+    return {"cache": rows, "slots": slots, "positions": positions, "lengths": lengths}
 
   def step(params, window, tokens, i):
-    cache, live_len = window["cache"], window["live_len"].shape[0]
-    slots = jnp.arange(tokens.shape[0])
-    at = window["positions"] + i
-    where = jnp.where(at < live_len, at, cache["tokens"].shape[1])
+    cache, positions = window["cache"], window["positions"]
+    rows = jnp.arange(tokens.shape[0])
+    max_len = cache["tokens"].shape[1]
+    at = positions + i
+    where = jnp.where(at < window["lengths"], at, max_len)
     cache = {
-      "tokens": cache["tokens"].at[slots, where].set(tokens, mode="drop"),
-      "id": cache["id"].at[slots, where].set(params["id"], mode="drop"),
+      "tokens": cache["tokens"].at[rows, where].set(tokens, mode="drop"),
+      "id": cache["id"].at[rows, where].set(params["id"], mode="drop"),
     }
-    return hidden(params, cache, slots, at, live_len), {**window, "cache": cache}
+    return hidden(params, cache, rows, at, max_len), {**window, "cache": cache}
 
   def merge(cache, window, count):
     at = jnp.arange(cache["tokens"].shape[1])
-    fed = (at >= window["positions"][:, None]) & (at < (window["positions"] + count)[:, None])
-    return jax.tree.map(lambda old, new: jnp.where(fed, new, old), cache, window["cache"])
+    first = window["positions"][:, None]
+    fed = (at >= first) & (at < first + count[:, None])
+    slots = window["slots"]
+    return jax.tree.map(lambda old, new: old.at[slots].set(jnp.where(fed, new, old[slots])), cache, window["cache"])
 
   return CachedPolicy(
     init_cache=init_cache, extend=extend, window=window, step=step, merge=merge, lm_head=lambda params: jnp.eye(VOCAB)
