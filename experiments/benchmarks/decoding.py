@@ -150,8 +150,14 @@ def raw_decoder(
     chunks = []
     for done in range(0, new_tokens, chunk_steps):
       need = PROMPT_TOKENS - 1 + min(done + chunk_steps, new_tokens)
-      chunks.append(sampler.fetch(sampler.decode(params, key, live_lens=[(bucket(live_buckets, need),)] * lanes)))
-    tokens, logp = (np.concatenate([getattr(x, name) for x in chunks])[:new_tokens] for name in ("tokens", "logp"))
-    return tokens, logp
+      lens = (bucket(live_buckets, need),)
+      running = [sampler.decode(params, key, lane=lane, live_lens=lens) for lane in range(lanes)]
+      chunks.append([sampler.fetch(lane) for lane in running])
+    # Rows of a lane are every `lanes`-th slot.
+    tokens, logp = (
+      np.concatenate([np.stack([getattr(x, name) for x in lane], -1).reshape(chunk_steps, slots) for lane in chunks])
+      for name in ("tokens", "logp")
+    )
+    return tokens[:new_tokens], logp[:new_tokens]
 
   return generate

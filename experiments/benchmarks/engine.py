@@ -28,6 +28,7 @@ from sao_jax.types import Params, Step
 
 _NUM_STOP_IDS = 16
 _SAMPLER_TOKENS = 288
+_WARMUP = 25
 
 
 class _LetterTokenizer:
@@ -70,8 +71,8 @@ def engine_rates(
   """Yields (action tokens per second, mean trajectory length) of successive windows of a compiled, full engine."""
   with Engine(model=decoding.POLICY, make_env=_Turns, tokenizer=_LetterTokenizer(), config=config) as engine:
     trajectories = engine.generate(lambda _: (params, 0), _requests())
-    for _ in range(2 * config.num_slots):
-      next(trajectories)  # compiles, and mixes the slots' phases
+    for _ in range(_WARMUP * config.num_slots):
+      next(trajectories)  # compiles all shapes, and mixes the slots' phases
     for _ in range(repeats):
       tokens, began, lengths = engine.counters["tokens_generated"], time.perf_counter(), []
       while not lengths or time.perf_counter() - began < seconds:

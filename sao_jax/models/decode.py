@@ -137,10 +137,11 @@ def step(
   for n in range(config.num_layers):
     name = f"layers_{n}"
     layer = prepared[name]
-    q, k, v = _project(config, layer, rms_norm(x, layer["input_norm"]["scale"], config), rope)
+    projected = _project(config, layer, rms_norm(x, layer["input_norm"]["scale"], config), rope)
+    q, k, v = (jnp.split(y, len(groups)) for y in projected)
     mixed = []
-    for g, rows in enumerate(zip(*(jnp.split(y, len(groups)) for y in (q, k, v)), strict=True)):
-      heads, written[g][name] = _attend(*rows, groups[g][name], columns[g], allowed[g])
+    for g, group in enumerate(groups):
+      heads, written[g][name] = _attend(q[g], k[g], v[g], group[name], columns[g], allowed[g])
       mixed.append(heads)
     x = x + _linear(config, layer["o_proj"], jnp.concatenate(mixed))
     x = x + _feed_forward(config, layer, rms_norm(x, layer["post_attention_norm"]["scale"], config))

@@ -82,6 +82,7 @@ class Engine:
     self._counts = collections.Counter[str]()
     self._failures = FailureLog(config.max_failed_share)
     self._busy_seconds = 0.0
+    self._busy_since: float | None = None
 
   def generate(
     self,
@@ -199,36 +200,38 @@ class Engine:
     slots = self._slots
     config = self._config
     version: int | None = None
-    chunk = 0
+    chunk = lane = 0
     to_cut: set[EpisodeRequest] = set()
     try:
       slots.reset()
       while stop is None or not stop.is_set():
+        # One lane's turn: what the host does here, the other lanes' chunks hide.
         params, new_version = weights(chunk)
         if new_version != version:
           self._counts["weight_updates"] += version is not None
           version = new_version
           slots.set_version(version)
-        slots.collect(wait_all=config.wait_for_env, stop=stop)
+        slots.collect(lane=lane, wait_all=config.wait_for_env, stop=stop)
         started = slots.refill(next_request)
         if started:
-          slots.collect(wait_all=config.wait_for_env, stop=stop)
+          slots.collect(lane=lane, wait_all=config.wait_for_env, stop=stop)
         while not self._cuts.empty():
           to_cut.add(self._cuts.get())
         if to_cut:
           to_cut = slots.cut(to_cut)
-        began = time.perf_counter()
-        fed = slots.prefill(params)
-        running = slots.dispatch(params, key)
+        self._busy_since = self._busy_since or time.perf_counter()
+        fed = slots.prefill(params, lane)
+        dispatched = slots.dispatch(params, key, lane)
+        chunk += dispatched
         finished, failures = slots.take_finished()  # trajectories are built while the device works
-        if running is not None:
-          slots.absorb(running)
-          self._busy_seconds += time.perf_counter() - began
-          chunk += 1
+        lane = (lane + 1) % slots.num_lanes
+        busy = slots.decoding
+        slots.absorb(lane)
+        self._note_busy(busy)
         self._failures.succeeded(len(finished))
         yield from finished  # before the failures, which may end the run
         self._note_failures(failures, on_failure)
-        if running is not None or fed or started or finished or failures:
+        if busy or fed or started or finished or failures or slots.to_feed:
           continue
         if slots.waiting:
           slots.collect(wait_s=_IDLE_WAIT_S)
@@ -238,7 +241,16 @@ class Engine:
           stop.wait(_IDLE_WAIT_S)
     finally:
       slots.abandon_all()
+      self._busy_since = None
       self._driving.release()
+
+  def _note_busy(self, busy: bool) -> None:
+    """Counts the time with device work in flight once there is none any more; `busy`: there was some until now."""
+    if self._slots.decoding:
+      return
+    if busy and self._busy_since is not None:
+      self._busy_seconds += time.perf_counter() - self._busy_since
+    self._busy_since = None
 
   def _note_failures(
     self,

@@ -15,7 +15,7 @@ class Piece(NamedTuple):
   """Which context."""
   offset: int
   """Its first token, counted from the first one that the context must be fed."""
-  count: int
+  size: int
   """Its tokens; 0 for a context of which nothing must be fed."""
   last: bool
   """No piece of the same context comes after it."""
@@ -60,7 +60,7 @@ def plan_calls(
     for i, n in enumerate(lengths)
     for offset in range(0, max(n, 1), width)
   ]
-  pieces.sort(key=lambda piece: (starts[piece.context] + piece.offset + piece.count, piece.context))
+  pieces.sort(key=lambda piece: (starts[piece.context] + piece.offset + piece.size, piece.context))
   calls = []
   for num_rows in _row_counts(len(pieces), rows):
     calls.append(PrefillCall(num_rows, width, pieces[:num_rows]))

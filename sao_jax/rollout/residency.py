@@ -60,6 +60,12 @@ class Seat:
     self.noted = False
     """Whether its prompt was compared with others."""
 
+  @property
+  def context_length(self) -> int:
+    """Tokens of its episode."""
+    assert self.episode is not None
+    return self.episode.length
+
   def begin(self, request: EpisodeRequest) -> None:
     """Takes on an episode."""
     self.request = request
@@ -97,7 +103,8 @@ class Residency:
 
   def reset(self) -> None:
     """As new: what follows does not depend on what came before."""
-    self._free = list(range(self._config.num_slots))
+    lanes = self._sampler.num_lanes
+    self._free = [list(range(lane, self._config.num_slots, lanes)) for lane in range(lanes)]
     self._prefixes = PrefixStore[SavedRow](self._config.prefix_rows)
     self._version = -1
 
@@ -109,22 +116,25 @@ class Residency:
   def release(self, seat: Seat) -> None:
     """The seat's episode is over."""
     if seat.slot is not None:
-      heapq.heappush(self._free, seat.slot)
-    seat.slot = None
+      self._vacate(seat)
     seat.saved = None
 
-  def place(self, seats: Sequence[Seat], params: Params) -> list[Seat]:
-    """Gives slots to seats that must be fed, first come first served; returns those that have one."""
-    idle = sorted((x for x in seats if x.state is State.ENV and x.slot is not None), key=lambda x: x.since)
-    feeding = sorted((x for x in seats if x.state is State.FEED), key=lambda x: (x.since, x.index))
+  def lane(self, seat: Seat) -> int | None:
+    """The lane of a seat's slot; None: it has no slot."""
+    return None if seat.slot is None else seat.slot % self._sampler.num_lanes
+
+  def place(self, seats: Sequence[Seat], params: Params, *, lane: int) -> list[Seat]:
+    """Gives a lane's slots to seats that must be fed, first come first served; returns those that have one there."""
+    idle = sorted((x for x in seats if x.state is State.ENV and self.lane(x) == lane), key=lambda x: x.since)
+    feeding = (x for x in seats if x.state is State.FEED and self.lane(x) in (lane, None))
     placed = []
-    for seat in feeding:
+    for seat in sorted(feeding, key=lambda x: (x.since, x.index)):
       if seat.slot is None:
-        if not self._free and idle:
+        if not self._free[lane] and idle:
           self._move_out(idle.pop(0), params)
-        if not self._free:
+        if not self._free[lane]:
           continue
-        self._move_in(seat)
+        self._move_in(seat, lane)
       self._drop_stale(seat)
       if not seat.fed:
         self._share_prefix(seat, params)
@@ -138,12 +148,16 @@ class Residency:
       seat.saved = self._sampler.save(seat.slot, to_host=True)
     else:
       seat.fed = 0
-    heapq.heappush(self._free, seat.slot)
-    seat.slot = None
+    self._vacate(seat)
     self._counts["moved_out"] += 1
 
-  def _move_in(self, seat: Seat) -> None:
-    seat.slot = heapq.heappop(self._free)
+  def _vacate(self, seat: Seat) -> None:
+    assert seat.slot is not None
+    heapq.heappush(self._free[seat.slot % self._sampler.num_lanes], seat.slot)
+    seat.slot = None
+
+  def _move_in(self, seat: Seat, lane: int) -> None:
+    seat.slot = heapq.heappop(self._free[lane])
     saved, seat.saved = seat.saved, None
     if seat.fed and not self._stale(seat):
       assert saved is not None

@@ -41,24 +41,28 @@ class SlotState(NamedTuple):
 
 
 class Chunk(NamedTuple):
-  """What one decode chunk sampled, on the host."""
+  """What a decode chunk of one lane sampled, on the host; row i is slot `lane + i * num_lanes`."""
 
   tokens: np.ndarray
-  """`[steps, S]` int32: slot s sampled `tokens[:num_sampled[s], s]`."""
+  """`[steps, S / num_lanes]` int32: row i sampled `tokens[:num_sampled[i], i]`."""
   logp: np.ndarray
-  """`[steps, S]` float32."""
+  """`[steps, S / num_lanes]` float32."""
   num_sampled: np.ndarray
-  """`[S]` int32."""
+  """`[S / num_lanes]` int32."""
   active: np.ndarray
-  """`[S]` bool: the slot goes on in the next chunk."""
+  """`[S / num_lanes]` bool: the slot goes on in the next chunk."""
 
 
 _CPU_COPY: Mapping[str, tuple[float, float]] = {"host": (80e6, 40.0), "device": (40e6, 45.0)}
 _ACCELERATOR_COPY: Mapping[str, tuple[float, float]] = {"host": (0.0, 15_000.0), "device": (0.0, 300.0)}
 """FLOPs that feeding does in the time of a copy, and in that of each byte of it."""
 
-RunningChunk: TypeAlias = "list[Future[jax.Array] | None]"
-"""A dispatched decode chunk, by lane; None: the lane has nothing to decode."""
+
+class RunningChunk(NamedTuple):
+  """A dispatched decode chunk."""
+
+  lane: int
+  out: Future[jax.Array]
 
 
 SavedRow: TypeAlias = "Future[Cache]"
@@ -286,7 +290,8 @@ class Sampler:
 
   Slots are dealt out to lanes (slot s is in lane s % num_lanes), each with a program and, if there are several, a
   thread of its own: a CPU runs most operations of a small model on one core, so that as many lanes as cores decode
-  side by side. Nothing that a slot samples depends on its lane.
+  side by side, and what the host has to do for one lane it does while the others decode. Nothing that a slot samples
+  depends on its lane.
 
   Args:
     spec: model and sampling.
@@ -306,7 +311,7 @@ class Sampler:
     self._lanes: list[_Lane] = []
     # A thread per lane: what one thread dispatches, the CPU runs one after the other.
     self._threads = [ThreadPoolExecutor(1, f"sao_jax-lane{i}") for i in range(num_lanes)] if num_lanes > 1 else []
-    self._pending: list[Future[Any]] = []
+    self._pending: list[list[Future[Any]]] = [[] for _ in range(num_lanes)]
     self._num_lanes = num_lanes
     self.reset()
 
@@ -324,7 +329,7 @@ class Sampler:
 
   def reset(self) -> None:
     """Empties all slots."""
-    self._settle()
+    self.settle()
     self._lanes = []  # frees the old caches first
     per_lane = self._num_slots // self._num_lanes
     self._lanes = [_Lane(self._spec, per_lane, self._max_len) for _ in range(self._num_lanes)]
@@ -378,37 +383,38 @@ class Sampler:
     per_copy, per_byte = costs["host" if to_host else "device"]
     return per_copy + row_bytes * (2 if to_host else 1) * per_byte < 2.0 * parameters * length
 
-  def decode(self, params: Params, key: jax.Array, *, live_lens: Sequence[tuple[int, ...]]) -> RunningChunk:
-    """Dispatches one chunk; give the result to `fetch`.
+  def decode(self, params: Params, key: jax.Array, *, lane: int, live_lens: tuple[int, ...]) -> RunningChunk:
+    """Dispatches a chunk of one lane; give the result to `fetch`.
 
     Args:
       params: weights.
       key: base of the noise.
-      live_lens: per lane, bounds on every active slot's position + `chunk_steps`: one for all, or one for each of
-        several groups of equal size, the longest active contexts being in the first; () leaves the lane out.
+      lane: which lane.
+      live_lens: bounds on every active slot's position + `chunk_steps`: one for all, or one for each of several groups
+        of equal size, the longest active contexts being in the first.
     """
     if params is not self._params:
       with _dispatching(self._spec):
         self._params, self._prepared = params, _prepare(params, spec=self._spec)
-    return [
-      self._submit(i, functools.partial(lane.decode, self._prepared, key, tuple(lens))) if lens else None
-      for i, (lane, lens) in enumerate(zip(self._lanes, live_lens, strict=True))
-    ]
+    decode = functools.partial(self._lanes[lane].decode, self._prepared, key, live_lens)
+    return RunningChunk(lane, self._submit(lane, decode))
 
   def fetch(self, chunk: RunningChunk) -> Chunk:
-    """Waits for a chunk: the one transfer from each lane's device."""
-    self._settle()
+    """Waits for a chunk: the one transfer from the lane's device."""
+    self._settle(chunk.lane)
     steps = self._spec.chunk_steps
-    host = np.zeros((2 * steps + 2, self._num_slots), np.int32)
-    for i, out in enumerate(chunk):
-      if out is not None:
-        host[:, i :: self._num_lanes] = jax.device_get(out.result())
+    host = jax.device_get(chunk.out.result())
     return Chunk(
       tokens=host[:steps],
       logp=host[steps : 2 * steps].view(np.float32),
       num_sampled=host[-2],
       active=host[-1].astype(bool),
     )
+
+  def settle(self) -> None:
+    """Waits for all submitted calls to be dispatched; raises what they raised."""
+    for lane in range(self._num_lanes):
+      self._settle(lane)
 
   def _submit(self, lane: int, call: Callable[[], _T]) -> Future[_T]:
     """Runs `call` on the lane's thread, after what was submitted before; here and now if there is but one lane."""
@@ -417,11 +423,10 @@ class Sampler:
     else:
       future = Future[_T]()
       future.set_result(call())
-    self._pending.append(future)
+    self._pending[lane].append(future)
     return future
 
-  def _settle(self) -> None:
-    """Waits until all submitted calls were dispatched; raises what they raised."""
-    pending, self._pending = self._pending, []
+  def _settle(self, lane: int) -> None:
+    pending, self._pending[lane] = self._pending[lane], []
     for future in pending:
       future.result()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import jax
 
@@ -30,6 +31,14 @@ _POLL_S = 0.02
 _CLOSE_TIMEOUT_S = 10.0
 
 
+class _Running(NamedTuple):
+  """A dispatched chunk."""
+
+  chunk: RunningChunk
+  version: int
+  began: float
+
+
 class SlotTable:
   """All live episodes of an engine, with their environments and the sampler; used from one thread."""
 
@@ -43,9 +52,11 @@ class SlotTable:
     self._window_lengths = config.window_lengths()
     self._workers = Workers(config.env_workers)
     self._patience = Patience()
-    self._chunk_began, self._chunk_s = 0.0, 0.0
-    self._fresh = 0
-    """Environment calls since the last chunk."""
+    self._chunk_s = 0.0
+    """Seconds that the last chunk took, in whatever lane."""
+    self._absorbed_at = 0.0
+    self._running: dict[int, _Running] = {}
+    """By lane."""
     self._tasks: dict[Task, Seat | None] = {}
     """Running environment calls; None: closing one that nobody waits for."""
     self._seats = [Seat(i, self._new_holder()) for i in range(config.live_episodes)]
@@ -61,6 +72,20 @@ class SlotTable:
     """Whether an environment call is running that a seat waits for."""
     return any(seat is not None for seat in self._tasks.values())
 
+  @property
+  def num_lanes(self) -> int:
+    return self._sampler.num_lanes
+
+  @property
+  def decoding(self) -> bool:
+    """Whether a chunk is running in any lane."""
+    return bool(self._running)
+
+  @property
+  def to_feed(self) -> bool:
+    """Whether a context waits to be fed, in any lane."""
+    return any(seat.state is State.FEED for seat in self._seats)
+
   def reset(self) -> None:
     """Frees all slots; unfinished episodes are forgotten."""
     self.abandon_all()
@@ -75,6 +100,8 @@ class SlotTable:
         seat.holder = self._new_holder()
     self._tasks.clear()
     self._workers.poll()
+    self._running.clear()
+    self._sampler.settle()
     self._ended.clear()
     self._failures.clear()
     for seat in self._seats:
@@ -93,13 +120,9 @@ class SlotTable:
     self._sampler.close()
 
   def set_version(self, version: int) -> None:
-    """New weights: with `recompute_cache_on_update` decoding seats are fed anew (waiting ones when they go on)."""
+    """New weights, for the chunks that are dispatched from now on."""
     self._version = version
     self._residency.set_version(version)
-    if self._config.recompute_cache_on_update:
-      for seat in self._seats:
-        if seat.state is State.DECODE:
-          seat.feed()
 
   def refill(self, next_request: Callable[[], EpisodeRequest | None]) -> int:
     """Hands requests to free slots until there are no more of either; returns how many."""
@@ -116,20 +139,26 @@ class SlotTable:
     self.counts["episodes_started"] += started
     return started
 
-  def collect(self, *, wait_all: bool = False, wait_s: float = 0.0, stop: threading.Event | None = None) -> None:
+  def collect(
+    self,
+    *,
+    lane: int | None = None,
+    wait_all: bool = False,
+    wait_s: float = 0.0,
+    stop: threading.Event | None = None,
+  ) -> None:
     """Takes in what environments answered, in the seats' order; gives up those that hang.
 
-    Answers that are about to come are waited for, see `Patience`.
-
     Args:
+      lane: the lane whose next chunk comes: answers for it are waited for as far as that pays, see `Patience`.
       wait_all: wait for every running call.
       wait_s: wait this long for the first answer.
       stop: ends the wait for every call.
     """
     done = self._workers.poll(wait_s)
     self._give_up_hanging()
-    if not wait_all:
-      done += self._wait_for_fresh(done)
+    if lane is not None and not wait_all:
+      done += self._wait_for_fresh(lane, done)
     while wait_all and len(done) < len(self._tasks) and not (stop is not None and stop.is_set()):
       done += self._workers.poll(_POLL_S)
       self._give_up_hanging()
@@ -148,18 +177,21 @@ class SlotTable:
       else:
         self._take_answer(seat, *task.result)
 
-  def _wait_for_fresh(self, done: Collection[Task]) -> list[Task]:
+  def _wait_for_fresh(self, lane: int, done: Collection[Task]) -> list[Task]:
     """More calls that finished, for as long as it pays to wait for those made since the last chunk."""
-    answered = [seat for task in done if (seat := self._tasks.get(task)) is not None]
-    ready = len(answered) + sum(seat.state in (State.FEED, State.DECODE) for seat in self._seats)
-    limit = self._patience.limit(fresh=self._fresh, ready=ready, chunk_s=self._chunk_s)
+    lanes = (lane, None)
+    fresh = [
+      task
+      for task, seat in self._tasks.items()
+      if seat is not None and task.submitted_at >= self._absorbed_at and self._residency.lane(seat) in lanes
+    ]
+    fresh = [task for task in fresh if task not in done]
+    states = (State.FEED, State.DECODE)
+    ready = sum(seat.state in states and self._residency.lane(seat) in lanes for seat in self._seats) + len(done)
+    limit = self._patience.limit(fresh=len(fresh), ready=ready, chunk_s=self._chunk_s)
     more: list[Task] = []
     while limit:
-      seen = {*done, *more}
-      now = time.monotonic()
-      left = [
-        task.submitted_at + limit - now for task, seat in self._tasks.items() if seat is not None and task not in seen
-      ]
+      left = [task.submitted_at + limit - time.monotonic() for task in fresh if task not in more]
       if not left or max(left) <= 0:
         break
       more += self._workers.poll(max(left))
@@ -169,13 +201,13 @@ class SlotTable:
     """Ends the episodes of `requests` where they are: 'truncated', or failed if nothing was sampled yet.
 
     Returns:
-      Those whose environment is at work: they cannot be ended now.
+      Those whose environment is at work, or that decode at this moment: they cannot be ended now.
     """
     waiting = set()
     for seat in self._seats:
       if seat.request is None or seat.request not in requests:
         continue
-      if seat.state is State.ENV:
+      if seat.state is State.ENV or (seat.state is State.DECODE and self._residency.lane(seat) in self._running):
         waiting.add(seat.request)
       elif seat.episode is None or not (seat.episode.num_turns or seat.episode.action_length):
         self._failures.append((seat.request, EpisodeFailure("cut", "cut before its first token.")))
@@ -186,42 +218,45 @@ class SlotTable:
         self._end(seat, "truncated")
     return waiting
 
-  def prefill(self, params: Params) -> int:
-    """Dispatches a piece of every context that must be fed; returns how many there were."""
-    placed = self._residency.place(self._seats, params)
-    for lane in range(self._sampler.num_lanes):
-      self._prefill_lane(params, [seat for seat in placed if self._lane(seat) == lane])
+  def prefill(self, params: Params, lane: int) -> int:
+    """Dispatches a piece of every context that a lane must be fed; returns how many there were."""
+    if self._config.recompute_cache_on_update:
+      for seat in self._decoding_in(lane):
+        if seat.cache_version != self._version:
+          seat.feed()
+    placed = self._residency.place(self._seats, params, lane=lane)
+    self._feed_all(params, placed)
     return len(placed)
 
-  def dispatch(self, params: Params, key: jax.Array) -> RunningChunk | None:
-    """Dispatches a decode chunk; None if no seat is decoding."""
-    needs: list[list[int]] = [[] for _ in range(self._sampler.num_lanes)]
-    for seat in self._seats:
-      if seat.state is State.DECODE:
-        assert seat.episode is not None
-        needs[self._lane(seat)].append(seat.episode.length - 1 + self._config.chunk_steps)
-    if not any(needs):
-      return None
+  def dispatch(self, params: Params, key: jax.Array, lane: int) -> bool:
+    """Dispatches a decode chunk of a lane; False if none of its seats is decoding."""
+    needs = [seat.context_length - 1 + self._config.chunk_steps for seat in self._decoding_in(lane)]
+    if not needs:
+      return False
     self.counts["chunks"] += 1
-    self._chunk_began = time.monotonic()
-    return self._sampler.decode(params, key, live_lens=[self._windows(lane) for lane in needs])
+    began = time.monotonic()
+    chunk = self._sampler.decode(params, key, lane=lane, live_lens=self._windows(needs))
+    self._running[lane] = _Running(chunk, self._version, began)
+    return True
 
-  def absorb(self, out: RunningChunk) -> None:
-    """Waits for the chunk `out` and takes in what it sampled; finished actions go to their environments."""
-    chunk = self._sampler.fetch(out)
-    self._chunk_s = time.monotonic() - self._chunk_began
-    self._fresh = 0
-    for seat in self._seats:
-      if seat.state is not State.DECODE:
-        continue
+  def absorb(self, lane: int) -> None:
+    """Waits for a lane's chunk, if there is one, and takes it in; finished actions go to their environments."""
+    running = self._running.pop(lane, None)
+    if running is None:
+      return
+    chunk = self._sampler.fetch(running.chunk)
+    self._absorbed_at = time.monotonic()
+    self._chunk_s = self._absorbed_at - running.began
+    for seat in self._decoding_in(lane):
       episode, slot = seat.episode, seat.slot
       assert episode is not None and slot is not None
-      count = int(chunk.num_sampled[slot])
-      tokens = chunk.tokens[:count, slot].copy()
-      episode.add_sampled(tokens, chunk.logp[:count, slot].copy(), self._version)
+      row = slot // self._sampler.num_lanes
+      count = int(chunk.num_sampled[row])
+      tokens = chunk.tokens[:count, row].copy()
+      episode.add_sampled(tokens, chunk.logp[:count, row].copy(), running.version)
       seat.fed += count
       self.counts["tokens_generated"] += count
-      if chunk.active[slot]:
+      if chunk.active[row]:
         continue
       action = episode.end_action()
       if int(tokens[-1]) in self._stop_ids:
@@ -244,14 +279,18 @@ class SlotTable:
     self.counts["episodes_finished"] += len(trajectories)
     return trajectories, failures
 
+  def _decoding_in(self, lane: int) -> list[Seat]:
+    return [x for x in self._seats if x.state is State.DECODE and self._residency.lane(x) == lane]
+
   def _windows(self, needs: list[int]) -> tuple[int, ...]:
     """Window lengths of a lane's groups, from what its decoding seats need."""
     needs = sorted(needs, reverse=True)
     size = self._config.num_slots // self._sampler.num_lanes // self._sampler.num_groups
     starts = range(0, size * self._sampler.num_groups, size)
-    return tuple(bucket(self._window_lengths, max(needs[i : i + 1], default=0)) for i in starts) if needs else ()
+    return tuple(bucket(self._window_lengths, max(needs[i : i + 1], default=0)) for i in starts)
 
-  def _prefill_lane(self, params: Params, feeding: list[Seat]) -> None:
+  def _feed_all(self, params: Params, feeding: list[Seat]) -> None:
+    """Dispatches a piece of the context of each of some seats of one lane."""
     config = self._config
     widest = config.prefill_tokens[-1]
     calls = plan_calls(
@@ -273,9 +312,9 @@ class SlotTable:
     assert episode is not None and seat.slot is not None
     seat.cache_version = self._version
     start = seat.fed
-    tokens = seat.pending[: piece.count]
-    seat.fed += piece.count
-    seat.pending = seat.pending[piece.count :]
+    tokens = seat.pending[: piece.size]
+    seat.fed += piece.size
+    seat.pending = seat.pending[piece.size :]
     complete = len(seat.pending) == 1
     if complete:
       seat.state = State.DECODE
@@ -309,17 +348,12 @@ class SlotTable:
     seat.state = State.ENV
     seat.since = next(self._clock)
     task = Task(call, seat.holder.close)
-    self._fresh += 1
     self._tasks[task] = seat
     self._workers.submit(task)
 
   def _feed(self, seat: Seat) -> None:
     seat.since = next(self._clock)
     seat.feed()
-
-  def _lane(self, seat: Seat) -> int:
-    assert seat.slot is not None
-    return seat.slot % self._sampler.num_lanes
 
   def _free(self, seat: Seat) -> None:
     self._residency.release(seat)

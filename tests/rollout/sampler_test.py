@@ -76,7 +76,7 @@ def test_hot_loop_has_no_implicit_transfer_and_donates():
   for i in range(3):
     with jax.transfer_guard("disallow" if i else "allow"):  # compiling may move constants
       made.prefill(params, [row(0, [3, 4, 5]), row(2, [6])], num_rows=2, width=4, live_len=16)
-      chunk = made.fetch(made.decode(params, key, live_lens=[(16,)]))
+      chunk = made.fetch(made.decode(params, key, lane=0, live_lens=(16,)))
   assert cache.is_deleted()
   np.testing.assert_array_equal(chunk.num_sampled, [4, 0, 4])
   np.testing.assert_array_equal(chunk.active, [True, False, True])
@@ -88,10 +88,10 @@ def test_budget_and_stop_end_a_slot_inside_the_chunk():
   never = {**make_params(0), "table": jnp.zeros((31, 20)).at[:, STOP].set(-50.0)}
   rows = [row(0, [3, 4], budget=2), row(1, [5, 6], budget=9)]
   made.prefill(never, rows, num_rows=4, width=4, live_len=32)
-  chunk = made.fetch(made.decode(never, jax.random.key(0), live_lens=[(32,)]))
+  chunk = made.fetch(made.decode(never, jax.random.key(0), lane=0, live_lens=(32,)))
   np.testing.assert_array_equal(chunk.num_sampled, [2, 6, 0])
   np.testing.assert_array_equal(chunk.active, [False, True, False])
-  chunk = made.fetch(made.decode(always, jax.random.key(0), live_lens=[(32,)]))
+  chunk = made.fetch(made.decode(always, jax.random.key(0), lane=0, live_lens=(32,)))
   np.testing.assert_array_equal(chunk.num_sampled, [0, 1, 0])
   assert chunk.tokens[0, 1] == STOP
   # Early exit: after the one step nothing was written any more.
@@ -105,6 +105,6 @@ def test_logp_is_of_the_tempered_distribution(temperature):
   params["table"] = jnp.broadcast_to(params["table"][:1].at[:, STOP].set(-99.0), params["table"].shape)
   made = make_sampler(temperature, chunk_steps=8)
   made.prefill(params, [row(0, [3])], num_rows=2, width=4, live_len=32)
-  chunk = made.fetch(made.decode(params, jax.random.key(0), live_lens=[(32,)]))
+  chunk = made.fetch(made.decode(params, jax.random.key(0), lane=0, live_lens=(32,)))
   expected = jax.nn.log_softmax(params["table"][0] / temperature)[chunk.tokens[:, 0]]
   np.testing.assert_allclose(chunk.logp[:, 0], expected, rtol=1e-5)
