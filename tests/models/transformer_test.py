@@ -155,6 +155,20 @@ def test_incremental_equals_full_in_any_chunking(name: str, data: st.DataObject)
       np.testing.assert_allclose(hidden[r], want[r, done[r] - 1], atol=1e-5)
 
 
+def test_rows_of_one_slot_read_each_other() -> None:
+  """A context cut into several rows of one call, in the order of its tokens, is as if it were fed in one piece."""
+  model, _, extend, _ = _functions("dense")
+  params, tokens = _params("dense"), _sequences()
+  cuts = [(0, 5), (5, 4), (9, 2)]
+  fed = np.zeros((ROWS, CHUNK), np.int32)
+  for r, (start, count) in enumerate(cuts):
+    fed[r, :count] = tokens[1, start : start + count]
+  start, count = np.asarray(cuts, np.int32).T
+  cache = model.init_cache(SLOTS, MAX_LEN)
+  hidden, _ = extend(params, cache, fed, np.full(ROWS, 2, np.int32), start, count, live_len=MAX_LEN)
+  np.testing.assert_allclose(hidden, _full("dense", tokens)[1, start + count - 1], atol=1e-5)
+
+
 def _equal(a: Any, b: Any) -> bool:
   return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b)))
 

@@ -100,8 +100,10 @@ def test_results_depend_on_seed_and_episode_not_on_slots_or_chunks():
   assert not same(first, other)
   # PITFALL 28: calls without a seed never repeat one another.
   assert not same(*counted) and not same(first, counted[0])
-  with engine(lambda: Echo(3), num_slots=2, chunk_steps=7, prefill_rows=(1, 2), prefill_tokens=(2, 8)) as e:
-    assert same(first, list(e.generate(fixed, requests(10), seed=5)))
+  for lanes in (1, 2):
+    shapes = {"num_slots": 4, "chunk_steps": 7, "prefill_rows": (1, 2), "prefill_tokens": (2, 8), "num_lanes": lanes}
+    with engine(lambda: Echo(3), **shapes) as e:
+      assert same(first, list(e.generate(fixed, requests(10), seed=5)))
   with engine(lambda: Echo(3), seed=1) as e:
     assert not same(first, list(e.generate(fixed, requests(10), seed=5)))
 
