@@ -287,7 +287,8 @@ class SlotTable:
     needs = sorted(needs, reverse=True)
     size = self._config.num_slots // self._sampler.num_lanes // self._sampler.num_groups
     starts = range(0, size * self._sampler.num_groups, size)
-    return tuple(bucket(self._window_lengths, max(needs[i : i + 1], default=0)) for i in starts)
+    lengths = tuple(bucket(self._window_lengths, max(needs[i : i + 1], default=0)) for i in starts)
+    return lengths if len(set(lengths)) > 1 else lengths[:1]
 
   def _feed_all(self, params: Params, feeding: list[Seat]) -> None:
     """Dispatches a piece of the context of each of some seats of one lane."""
