@@ -67,7 +67,7 @@ class ServerConfig:
   max_body_bytes: int = 4 * 1024 * 1024
   """A larger body is refused (413)."""
   body_timeout_s: float = 30.0
-  """A body that takes longer to arrive is refused (408)."""
+  """A body that takes longer to arrive is refused (408); a connection without a whole head of a request is closed."""
   max_requests: int = 1024
   """Completions that may wait or run; more are refused (503)."""
 
@@ -131,6 +131,7 @@ class CompletionServer:
     runner = web.AppRunner(
       self.application(), handler_cancellation=True, access_log=None, max_line_size=8190, max_field_size=8190,
       shutdown_timeout=_SHUTDOWN_S,
+      keepalive_timeout=self._config.body_timeout_s,
     )  # fmt: skip
     await runner.setup()
     try:

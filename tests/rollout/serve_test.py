@@ -373,6 +373,29 @@ def test_a_body_that_does_not_arrive_ends():
     connection.close()
 
 
+@pytest.mark.parametrize("head", [b"", b"POST /generate HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_on_which_no_request_arrives_is_closed(head):
+  with serving(body_timeout_s=0.3) as url:
+    parts = urllib.parse.urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+      connection.sendall(head)
+      began = time.monotonic()
+      for _ in range(300):  # a byte now and then does not keep it open
+        try:
+          connection.settimeout(0.1)
+          if connection.recv(1) == b"":
+            break
+        except TimeoutError:
+          if head:
+            connection.sendall(b"X: y\r\n")
+        except ConnectionError:
+          break
+      else:
+        raise AssertionError("the connection stays open")
+      assert time.monotonic() - began > 0.2
+    assert call(f"{url}/health") == (200, None)
+
+
 def test_loopback_by_default_and_bad_settings(url, tmp_path):
   assert ServerConfig().host == "127.0.0.1"
   assert urllib.parse.urlsplit(url).hostname == "127.0.0.1"
