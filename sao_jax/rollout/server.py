@@ -130,8 +130,7 @@ class CompletionServer:
     """Serves inside the block; gives the host and port bound to."""
     runner = web.AppRunner(
       self.application(), handler_cancellation=True, access_log=None, max_line_size=8190, max_field_size=8190,
-      shutdown_timeout=_SHUTDOWN_S,
-      keepalive_timeout=self._config.body_timeout_s,
+      shutdown_timeout=_SHUTDOWN_S, keepalive_timeout=self._config.body_timeout_s,
     )  # fmt: skip
     await runner.setup()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -39,7 +40,8 @@ def descendants(root: int) -> set[int]:
 
 def kill_descendants() -> None:
   for pid in descendants(os.getpid()) - {os.getpid()}:
-    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+      os.kill(pid, signal.SIGKILL)
 
 
 def with_marker(marker: str) -> set[int]:
