@@ -47,9 +47,7 @@ def measure(params: Params, *, slots: int, max_len: int, repeats: int) -> dict[s
 
   def feed(length: int) -> None:
     tokens = np.ones(length, np.int32)
-    sampler.prefill(
-      params, [PrefillRow(0, 0, tokens, 0, 0, False, 0)], num_rows=1, width=length, live_len=length
-    )  # fmt: skip
+    sampler.prefill(params, [PrefillRow(0, 0, tokens, None)], num_rows=1, width=length, live_len=length)
 
   fed = [_best(lambda length=length: feed(length), sampler, repeats) for length in lengths]
   result: dict[str, Any] = {"max_len": max_len, "row_bytes": row_bytes, "ms_to_feed": [1e3 * x for x in fed]}
