@@ -121,10 +121,14 @@ def bare_step_seconds(*, slots: int, lanes: int, length: int, attention: bool, s
   return best / steps
 
 
+def num_cores() -> int:
+  """A power of two, at most the cores this process may use."""
+  return 1 << (len(os.sched_getaffinity(0)).bit_length() - 1)
+
+
 def num_lanes() -> int:
-  """Lanes that suit this machine: a power of two, at most the cores this process may use; one on an accelerator."""
-  cores = len(os.sched_getaffinity(0)) if jax.default_backend() == "cpu" else 1
-  return 1 << (cores.bit_length() - 1)
+  """Lanes that suit this machine: a core each on a CPU; one on an accelerator."""
+  return num_cores() if jax.default_backend() == "cpu" else 1
 
 
 def raw_decoder(

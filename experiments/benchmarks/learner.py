@@ -3,35 +3,50 @@
 The sampler benchmark's model (Qwen3, 4 layers, d 128, vocabulary 1,024, float32, random weights), 8 rows of 288
 tokens, all but the first 32 of each actions. This library's DIS loss on chunked log-probs and, where google-tunix is
 installed, its `compute_per_token_logps` with a PPO loss take turns in one process, as does a large float32 matmul;
-the best of each is kept. Also timed: the same loss on a packed batch of long-tailed lengths, per real token.
+the best of each is kept. Each runs on one CPU device and with its rows split over a device per core (`mesh.data` here);
+`tokens_per_s` is ours on all of them, `tunix_tokens_per_s` the better of Tunix's two. Also timed: the same loss on a
+packed batch of long-tailed lengths, per real token.
 
 `share_of_limit` = 3 x forward FLOPs (projections, head, causal attention) x tokens/s / the matmul rate.
 
 Expected before the first measurement (2 CPU cores, matmul limit 60 to 125 GFLOP/s): 6.5 MFLOP per token forward and
 backward, at half of the limit about 6,000 tokens/s; Tunix 3,800, as measured before; packing costs its padding, about
-5 %.
+5 %. Before tuning on a quiet machine: 8,200 tokens/s on one device, 17 % of a limit of 301 GFLOP/s; attention over
+contiguous heads and two devices were expected to bring 1.6 times that.
 
-Found, with two other processes at work: 9,650 tokens/s in microbatches of 2 rows (8,450 with 1, 8,900 with 4, 7,600
-with 8: activations of 2 rows stay in the cache), the chunk size of the log-probs makes no difference at this
-vocabulary, packing costs 2 %. Tunix was only timed next to heavier load: 3,100 against our 3,800.
+Found (quiet, 2 cores): 12,700 tokens/s on two devices, 28 % of 285 GFLOP/s, 1.39 times Tunix's 9,100; on one device
+10,100 against 6,900, 1.46 times. The aims of 2 times Tunix and 30 % are missed. Packing costs nothing per real token.
+In microbatches of 1 and 4 rows per device 11,300 and 9,800.
+
+What bounds it: the matmuls alone, forward and backward, take 83 ms of the 230 ms that one device needs (60 % of the
+limit: their inner dimension is 128). Of the 67 ms of a microbatch's trunk the matmuls of the layers take 26 and
+attention 11; leaving out the norms saves 15 and the rotation 10: passes over small arrays, each on one thread.
+Attention through `jax.nn.dot_product_attention` took 24 ms in place of 11.
+
+One row of 1,024, 4,096 and 8,192 tokens (`--row_lengths`, one device, everything computed again in the backward pass)
+takes 0.21, 3.1 and 23 s: attention's square rules from the start, and the loop over blocks that rows from 8,192 tokens
+on need on a CPU costs about twice as much per score. 32,768 tokens were not waited for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.benchmarks import decoding
+from sao_jax import sharding
 from sao_jax.learner import LearnerConfig, learner_config, pack
 from sao_jax.learner.update import PolicyOutputs, policy_gradient
-from sao_jax.models import init_policy, policy_apply
+from sao_jax.models import ModelConfig, init_policy, policy_apply
 from sao_jax.types import TokenBatch, Trajectory
 
 ROWS, LENGTH = 8, 288
@@ -71,11 +86,13 @@ def make_batches(seed: int, rows_per_microbatch: int) -> dict[str, tuple[TokenBa
   return batches
 
 
-def ours(config: LearnerConfig, params: Any) -> Callable[[TokenBatch], Any]:
-  """`f(batch)`: the learner's loss and gradient, as its step computes them."""
-  apply = policy_apply(decoding.MODEL)
+def ours(
+  config: LearnerConfig, params: Any, mesh: Mesh, *, model: ModelConfig = decoding.MODEL
+) -> Callable[[TokenBatch], Any]:
+  """`f(batch)`: the learner's loss and gradient, as its step computes them on a mesh."""
+  apply = sharding.hold_sharded(policy_apply(model), mesh)
+  params = sharding.place(params, mesh)
 
-  @jax.jit
   def gradient(params: Any, batch: TokenBatch) -> Any:
     zeros = jnp.zeros_like(batch.rewards)
     return policy_gradient(
@@ -83,11 +100,13 @@ def ours(config: LearnerConfig, params: Any) -> Callable[[TokenBatch], Any]:
       denominator=jnp.sum(batch.action_mask), written=PolicyOutputs(zeros, zeros),
     )  # fmt: skip
 
-  return lambda batch: gradient(params, batch)
+  jitted = jax.jit(sharding.on_mesh(gradient, mesh))
+  return lambda batch: jitted(params, batch)
 
 
-def tunix() -> Callable[[TokenBatch], Any] | None:
-  """`f(batch)` for rows without padding: Tunix's log-probs and PPO loss, and their gradient; None if not installed."""
+def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
+  """`f(batch, mesh)` for rows without padding: a call of Tunix's log-probs and PPO loss with their gradient; None if
+  it is not installed."""
   try:
     from flax import nnx
     from tunix.rl import common
@@ -110,63 +129,117 @@ def tunix() -> Callable[[TokenBatch], Any] | None:
 
     return jax.value_and_grad(loss)(weights)
 
-  return lambda batch: gradient(weights, batch.tokens.reshape(ROWS, LENGTH))
+  def call(batch: TokenBatch, mesh: Mesh) -> Callable[[], Any]:
+    """On all devices of the mesh its rows are split, and the compiler does the rest, as for ours."""
+    tokens = jax.device_put(batch.tokens.reshape(ROWS, LENGTH), NamedSharding(mesh, PartitionSpec("data")))
+    placed = jax.device_put(weights, sharding.replicated(mesh))
+    return lambda: gradient(placed, tokens)
+
+  return call
+
+
+def data_mesh(devices: Sequence[jax.Device]) -> Mesh:
+  """A mesh that splits rows."""
+  return sharding.make_mesh(sharding.MeshConfig(data=len(devices)), devices)
+
+
+def make_contenders(
+  config: LearnerConfig, rows_per_microbatch: int
+) -> dict[str, tuple[Callable[[], Any], float, float]]:
+  """By name: the call, its real tokens, and their share of the tokens it computes."""
+  params = init_policy(decoding.MODEL, jax.random.key(0))
+  peer = tunix()
+  contenders: dict[str, tuple[Callable[[], Any], float, float]] = {}
+  for where, devices in (("", jax.devices()), (" on one device", jax.devices()[:1])):
+    mesh = data_mesh(devices)
+    loss = ours(config, params, mesh)
+    batches = make_batches(0, rows_per_microbatch * len(devices))
+    for name, (batch, tokens) in batches.items():
+      placed = jax.device_put(batch, sharding.batch_shardings(batch, mesh))
+      contenders[name + where] = (lambda loss=loss, placed=placed: loss(placed), tokens, tokens / batch.tokens.size)
+    if peer is not None:
+      contenders["tunix" + where] = (peer(batches["full"][0], mesh), batches["full"][1], 1.0)
+  return contenders
 
 
 def run(*, repeats: int, chunk_size: int, rows_per_microbatch: int) -> dict[str, float | None]:
   """Times all contenders in turn, prints rows and returns the last line's object."""
-  params = init_policy(decoding.MODEL, jax.random.key(0))
-  batches = make_batches(0, rows_per_microbatch)
   config = learner_config("sao", logprob_chunk_size=chunk_size)
-  loss = ours(config, params)
-  full = batches["full"][0]
-  contenders: dict[str, Callable[[], Any]] = {name: lambda b=b: loss(b) for name, (b, _) in batches.items()}
-  if (peer := tunix()) is not None:
-    contenders["tunix"] = lambda: peer(full)
-  for call in contenders.values():
+  contenders = make_contenders(config, rows_per_microbatch)
+  for call, _, _ in contenders.values():
     jax.block_until_ready(call())  # compiles
   best = dict.fromkeys(contenders, float("inf"))
   gflops = 0.0
   for _ in range(repeats):
     gflops = max(gflops, decoding.matmul_gflops(seconds=0.1))
-    for name, call in contenders.items():
+    for name, (call, _, _) in contenders.items():
       began = time.perf_counter()
       jax.block_until_ready(call())
       best[name] = min(best[name], time.perf_counter() - began)
-  tokens = {"full": batches["full"][1], "packed": batches["packed"][1], "tunix": batches["full"][1]}
-  rates = {name: tokens[name] / seconds for name, seconds in best.items()}
+  rates = {name: contenders[name][1] / seconds for name, seconds in best.items()}
   flops = 3.0 * decoding.flops_per_token(decoding.MODEL, LENGTH / 2)
-  tunix_rate = rates.get("tunix")
+  tunix_rate = max((rate for name, rate in rates.items() if name.startswith("tunix")), default=None)
   result = {
     "tokens_per_s": rates["full"],
     "tunix_tokens_per_s": tunix_rate,
     "ratio_to_tunix": None if tunix_rate is None else rates["full"] / tunix_rate,
     "share_of_limit": rates["full"] * flops / (gflops * 1e9),
     "matmul_gflops": gflops,
+    "devices": len(jax.devices()),
+    "one_device_tokens_per_s": rates["full on one device"],
     "packed_tokens_per_s": rates["packed"],
     "packed_loss": 1.0 - rates["packed"] / rates["full"],
-    "packed_fill": tokens["packed"] / batches["packed"][0].tokens.size,
+    "packed_fill": contenders["packed"][2],
   }
   print(f"policy loss and gradient, {ROWS} x {LENGTH} tokens, {flops / 1e6:.2f} MFLOP per token")
   for name, rate in rates.items():
-    print(f"  {name:<8} {rate:>9,.0f} tokens/s  {rate * flops / 1e9:>6.1f} GFLOP/s")
-  print(f"  matmul   {gflops:>6.1f} GFLOP/s; share of it: {result['share_of_limit']:.1%}")
+    print(f"  {name:<22} {rate:>9,.0f} tokens/s  {rate * flops / 1e9:>6.1f} GFLOP/s")
+  print(f"  matmul {gflops:>6.1f} GFLOP/s; share of it: {result['share_of_limit']:.1%}; {result['devices']} devices")
   print(f"  packing costs {result['packed_loss']:.1%} per real token at a fill of {result['packed_fill']:.1%}")
   return result
+
+
+def row_growth(lengths: Sequence[int], chunk_size: int) -> dict[str, float]:
+  """Seconds of the loss and gradient on one row of each length, on one device; every layer is computed again in the
+  backward pass."""
+  mesh = data_mesh(jax.devices()[:1])
+  model = dataclasses.replace(decoding.MODEL, remat="full")
+  loss = ours(
+    learner_config("sao", logprob_chunk_size=chunk_size), init_policy(model, jax.random.key(0)), mesh, model=model
+  )
+  seconds = {}
+  for length in lengths:
+    batch, _ = pack(
+      [make_trajectory(np.random.default_rng(0), length, 0)], row_length=length, rows_per_microbatch=1, alpha=1.5
+    )
+    placed = jax.device_put(batch, sharding.batch_shardings(batch, mesh))
+    jax.block_until_ready(loss(placed))
+    began = time.perf_counter()
+    jax.block_until_ready(loss(placed))
+    seconds[str(length)] = time.perf_counter() - began
+    print(
+      f"one row of {length:>6,} tokens: {seconds[str(length)]:>7.2f} s, {length / seconds[str(length)]:>7,.0f} tokens/s"
+    )
+  return seconds
 
 
 def define_flags() -> None:
   """Defines the command's flags (not at import: other commands have flags of the same names)."""
   flags.DEFINE_integer("repeats", 10, "Rounds; the best of each contender counts.", lower_bound=1)
-  flags.DEFINE_integer("rows_per_microbatch", 2, "Rows whose activations are alive at once.", lower_bound=1)
+  flags.DEFINE_integer("rows_per_microbatch", 2, "Rows whose activations are alive at once, per device.", lower_bound=1)
+  flags.DEFINE_list("row_lengths", [], "Also time one row of each of these lengths.")
   flags.DEFINE_integer("chunk_size", 1_024, "Tokens whose logits are held at once.", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  # A CPU device per core; without effect where there is an accelerator.
+  jax.config.update("jax_num_cpu_devices", decoding.num_cores())
   names = ("repeats", "chunk_size", "rows_per_microbatch")
-  print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
+  result = run(**{name: flags.FLAGS[name].value for name in names})
+  lengths = [int(length) for length in flags.FLAGS["row_lengths"].value]
+  print(json.dumps({**result, "row_seconds": row_growth(lengths, flags.FLAGS["chunk_size"].value)}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 MODEL_TYPES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
 DTYPES = ("float32", "bfloat16", "float16")
 MOE_IMPLEMENTATIONS = ("auto", "ragged", "blocks", "dense", "gmm")
-ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "chunked", "splash")
+ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "heads_first", "chunked", "splash")
 ROUTERS = ("softmax", "sigmoid")
 REMAT_POLICIES = ("none", "full", "dots")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -26,7 +26,9 @@ def outputs(impl, interpret=False):
   return jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
 
-@pytest.mark.parametrize(("impl", "interpret"), [("chunked", False), ("splash", True), ("auto", False)])
+@pytest.mark.parametrize(
+  ("impl", "interpret"), [("chunked", False), ("heads_first", False), ("splash", True), ("auto", False)]
+)
 def test_implementations_agree(impl, interpret):
   for got, wanted in zip(jax.tree.leaves(outputs(impl, interpret)), jax.tree.leaves(outputs("xla")), strict=True):
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
