@@ -98,7 +98,10 @@ class RunConfig:
   """Everything about a run. Fields that may be changed on a resume are listed in `MAY_DIFFER`."""
 
   algorithm: str = "sao"
-  """A key of `learner.algorithms.ALGORITHMS`: it decides the learner's fields that it names."""
+  """A key of `learner.algorithms.ALGORITHMS`: it decides the learner's fields that it names.
+
+  Those that have their defaults are set; another value is an error. Group methods need a `group_size` too, and what
+  clips ratios to pi_old (`ppo_clip`, `icepop`, `gspo`) clips from the second of `learner.policy_minibatches` on."""
   schedule: Schedule = "async"
   seed: int = 0
   num_steps: int
@@ -150,7 +153,7 @@ class RunConfig:
       _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
     divides = self.batch_size % self.group_size == 0
     _require(divides, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
-    self._check_algorithm()
+    self._apply_algorithm()
     self._check_schedule()
     _require(
       self.learner.row_length >= self.engine.max_len,
@@ -165,8 +168,13 @@ class RunConfig:
       f"engine.temperature = {self.engine.temperature}: both sides score the distribution that was sampled from",
     )
 
-  def _check_algorithm(self) -> None:
-    for name, value in algorithms.ALGORITHMS[self.algorithm].items():
+  def _apply_algorithm(self) -> None:
+    """Sets the learner's fields that the algorithm names where they have their defaults; others must agree with it."""
+    fields = algorithms.ALGORITHMS[self.algorithm]
+    defaults = {field.name: field.default for field in dataclasses.fields(LearnerConfig)}
+    missing = {name: value for name, value in fields.items() if getattr(self.learner, name) == defaults[name]}
+    object.__setattr__(self, "learner", dataclasses.replace(self.learner, **missing))
+    for name, value in fields.items():
       _require(
         getattr(self.learner, name) == value,
         f"learner.{name}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -107,3 +108,94 @@ def wilson_interval(successes: int, n: int, *, z: float = 1.959964) -> tuple[flo
   spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
   scale = 1 + z * z / n
   return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassAtOne:
+  """Success of one attempt, averaged over several runs of the same problems."""
+
+  mean: float
+  low: float
+  """Ends of the 95 % bootstrap interval over problems: all attempts at a problem are drawn together, so that attempts
+  at the same problem do not count as evidence about others."""
+  high: float
+  by_run: tuple[float, ...]
+  num_runs: int
+  num_problems: int
+  turns_mean: float
+  truncated: int
+  failed: int
+  """Episodes that broke; they count as not solved."""
+
+
+def evaluate_runs(
+  engine: RolloutEngine | SharedRollouts,
+  domain: Domain,
+  params: Params,
+  *,
+  num_runs: int,
+  known: Sequence[Trajectory] = (),
+  on_done: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> PassAtOne:
+  """Runs every held-out task `num_runs` times, and measures pass@1.
+
+  Args:
+    engine: as for `evaluate`.
+    domain: the tasks.
+    params: as for `evaluate`.
+    num_runs: at least 1.
+    known: trajectories of an evaluation that was stopped; their episodes are not run again. An episode's samples are
+      those of its number, so the result is that of an evaluation in one go.
+    on_done: told of every new trajectory as it ends.
+
+  Raises:
+    ValueError: `num_runs` < 1, or `known` holds an episode that this evaluation does not have.
+  """
+  if num_runs < 1:
+    raise ValueError(f"num_runs must be >= 1; received {num_runs}.")
+  n = domain.num_eval_tasks
+  done = {x.episode_id: x for x in known if x.episode_id < n * num_runs}
+  for x in done.values():
+    if x.task_index != domain.num_train_tasks + x.episode_id % n:
+      raise ValueError(
+        f"known: episode {x.episode_id} must be of task {domain.num_train_tasks + x.episode_id % n}; received "
+        f"{x.task_index}: it is of another set of tasks."
+      )
+  requests = [
+    EpisodeRequest(task_index=domain.num_train_tasks + i % n, episode_id=i, group_id=i)
+    for i in range(n * num_runs)
+    if i not in done
+  ]
+  for trajectory in engine.generate(lambda _: (params, 0), requests, seed=EVALUATION_SEED):
+    on_done(trajectory)
+    done[trajectory.episode_id] = trajectory
+  solved = np.zeros((num_runs, n))
+  for i, trajectory in done.items():
+    solved[i // n, i % n] = trajectory.success
+  low, high = bootstrap_interval(solved.mean(axis=0))
+  return PassAtOne(
+    mean=float(solved.mean()),
+    low=low,
+    high=high,
+    by_run=tuple(solved.mean(axis=1).tolist()),
+    num_runs=num_runs,
+    num_problems=n,
+    turns_mean=float(np.mean([x.num_turns for x in done.values()])) if done else math.nan,
+    truncated=sum(x.ended == "truncated" for x in done.values()),
+    failed=n * num_runs - len(done),
+  )
+
+
+def bootstrap_interval(values: np.ndarray, *, resamples: int = 10_000) -> tuple[float, float]:
+  """The 2.5 and 97.5 percentiles of the means of resamples of `values` (with a fixed seed).
+
+  >>> bootstrap_interval(np.array([0.5, 0.5, 0.5]))
+  (0.5, 0.5)
+  """
+  if values.ndim != 1 or not values.size:
+    raise ValueError(f"values must be one or more numbers in a row; received shape {values.shape}.")
+  rng = np.random.default_rng(0)
+  # One by one: 10,000 resamples of a large set at once would take much memory.
+  means = [values[rng.integers(values.size, size=values.size)].mean() for _ in range(resamples)]
+  low, high = np.percentile(means, [2.5, 97.5])
+  return float(low), float(high)

@@ -17,6 +17,7 @@ from experiments.presets import small_cpu, tool_math_cpu
 from sao_jax.config import EnvConfig, RunConfig, comparison, to_json
 from sao_jax.io.workdir import config_differences
 from sao_jax.learner import learner_config
+from sao_jax.learner.algorithms import ALGORITHMS
 from sao_jax.rollout import EngineConfig
 
 BOUNDS = {"eps_low": 0.3, "eps_high": 5.0, "row_length": 512}
@@ -35,7 +36,7 @@ def config(**changes: Any) -> RunConfig:
     ({"group_size": 8}, "group_size must be 1 with algorithm='sao': single rollouts; received 8"),
     ({"group_size": 3, "batch_size": 16}, "group_size must be a divisor of batch_size = 16; received 3"),
     ({"learner": learner_config("grpo_dis", **BOUNDS), "algorithm": "grpo_dis"}, "group_size must be greater than 1"),
-    ({"learner": learner_config("sao_one_update", **BOUNDS), "algorithm": "vapo"}, "with algorithm='vapo'"),
+    ({"learner": learner_config("sao", critic_updates=3, **BOUNDS), "algorithm": "vapo"}, "with algorithm='vapo'"),
     ({"lag": 2}, "lag must be 0 with schedule='async'; received 2"),
     ({"lag": 9, "schedule": "lagged"}, "lag must be at most max_staleness = 8; received 9"),
     ({"lag_switch_chunks": 0, "schedule": "lagged"}, "lag_switch_chunks must be >= 1 or None; received 0"),
@@ -123,3 +124,11 @@ def test_the_command_refuses_before_anything_runs(tmp_path: pathlib.Path) -> Non
   assert done.returncode != 0
   assert "group_size must be 1 with algorithm='sao'" in done.stderr and "Traceback" not in done.stderr
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_chosen_by_its_name_alone(name: str) -> None:
+  group = 8 if "grpo" in name else 1
+  chosen = config(algorithm=name, group_size=group)
+  assert chosen.learner == dataclasses.replace(config().learner, **ALGORITHMS[name])
+  assert config(algorithm=name, group_size=group, learner=chosen.learner) == chosen  # as a resumed run reads it

@@ -10,6 +10,7 @@ import scipy.stats
 
 from sao_jax import evaluation
 from sao_jax.evaluation import BothSplits, wilson_interval
+from sao_jax.types import Trajectory
 from tests.tiny_domain import TinyEnv, tiny_domain
 
 
@@ -51,3 +52,60 @@ def test_evaluate_counts_what_failed_as_not_solved() -> None:
 
   result = evaluation.evaluate(Engine(), tiny_domain(), None, num_episodes=21)  # type: ignore[arg-type]
   assert result.success_rate == 0.0 and result.failed == 21 and result.n == 21 and math.isnan(result.turns_mean)
+
+
+class PatternEngine:
+  """Solves task t in run r when (t + r) % 3 == 0; fails to run the episodes it is told to."""
+
+  def __init__(self, num_tasks: int, broken: tuple[int, ...] = ()):
+    self.asked: list[int] = []
+    self._n = num_tasks
+    self._broken = broken
+
+  def generate(self, weights: object, requests: list, *, seed: int) -> list:
+    assert seed == evaluation.EVALUATION_SEED
+    self.asked += [r.episode_id for r in requests]
+    return [self.trajectory(r.episode_id, r.task_index) for r in requests if r.episode_id not in self._broken]
+
+  def trajectory(self, episode: int, task: int) -> Trajectory:
+    solved = (episode % self._n + episode // self._n) % 3 == 0
+    return Trajectory(
+      tokens=np.array([1, 2], np.int32), action_mask=np.array([False, True]),
+      behavior_logp=np.array([np.nan, -1.0], np.float32), versions=np.array([-1, 0], np.int32),
+      rewards=np.array([0.0, solved], np.float32), ended="terminal", task_index=task, episode_id=episode,
+      group_id=episode, num_turns=1, success=solved,
+    )  # fmt: skip
+
+
+def test_runs_are_averaged_and_stopped_ones_go_on() -> None:
+  domain, engine = tiny_domain(), PatternEngine(20, broken=(0, 41))
+  written: list[Trajectory] = []
+  result = evaluation.evaluate_runs(engine, domain, None, num_runs=3, on_done=written.append)  # type: ignore[arg-type]
+  solved = np.array([[(t + r) % 3 == 0 for t in range(20)] for r in range(3)], float)
+  assert solved[0, 0] == 1.0 and solved[2, 1] == 1.0  # the broken ones would have been solved
+  solved[0, 0] = solved[2, 1] = 0.0
+  assert result.mean == pytest.approx(solved.mean()) and result.by_run == pytest.approx(tuple(solved.mean(axis=1)))
+  assert (result.num_runs, result.num_problems, result.failed, result.truncated) == (3, 20, 2, 0)
+  again = PatternEngine(20)
+  whole = evaluation.evaluate_runs(again, domain, None, num_runs=3, known=written)  # type: ignore[arg-type]
+  assert sorted(again.asked) == [0, 41] and whole.failed == 0 and whole.mean == pytest.approx(20 / 60, abs=0.02)
+  fewer = evaluation.evaluate_runs(PatternEngine(20), domain, None, num_runs=1, known=written)  # type: ignore[arg-type]
+  assert fewer.num_runs == 1 and len(fewer.by_run) == 1
+
+
+def test_known_episodes_of_other_tasks_are_refused() -> None:
+  domain = tiny_domain()
+  wrong = PatternEngine(20).trajectory(3, 51)
+  with pytest.raises(ValueError, match="episode 3 must be of task 53; received 51"):
+    evaluation.evaluate_runs(PatternEngine(20), domain, None, num_runs=1, known=[wrong])  # type: ignore[arg-type]
+  with pytest.raises(ValueError, match="num_runs must be >= 1; received 0"):
+    evaluation.evaluate_runs(PatternEngine(20), domain, None, num_runs=0)  # type: ignore[arg-type]
+
+
+def test_interval_over_problems_is_scipys_bootstrap() -> None:
+  values = np.random.default_rng(1).beta(0.5, 0.5, size=60)
+  found = evaluation.bootstrap_interval(values)
+  want = scipy.stats.bootstrap((values,), np.mean, method="percentile", rng=0).confidence_interval
+  np.testing.assert_allclose(found, (want.low, want.high), atol=0.01)
+  with pytest.raises(ValueError, match=r"received shape \(0,\)"):
+    evaluation.bootstrap_interval(np.zeros(0))

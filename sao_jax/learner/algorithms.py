@@ -32,8 +32,8 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
   "sao_gspo": {"policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
   "grpo": {"policy_loss": "ppo_clip", "advantage": "baseline", "baseline": "group"},
   "grpo_dis": {"advantage": "baseline", "baseline": "group"},
-  # VAPO without DIS and without what SAO adds to value training.
-  "vapo": {"policy_loss": "ppo_clip", "critic_updates": 1, "frozen_critic": ()},
+  # Without DIS and without what SAO adds to value training: one update of all parameters, after the advantages.
+  "vapo": {"policy_loss": "ppo_clip", "critic_updates": 1, "frozen_critic": (), "values_from": "previous"},
   # Single rollouts without a critic: they differ from SAO in the advantage alone.
   "running_mean": {"advantage": "baseline", "baseline": "running_mean"},
   "global_running_mean": {"advantage": "baseline", "baseline": "global_running_mean"},

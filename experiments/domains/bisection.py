@@ -1,0 +1,138 @@
+"""A task for comparisons of algorithms on one CPU core: find a hidden number, asked for in as many guesses as bisection
+needs at most.
+
+The prompt `02-27:5?` says that the number lies from 2 to 27 and that five guesses are left. An action is a guess:
+`14;`. What comes back is what is known then, in the same form: `15-27:4?`. A guess that is no number of two digits, or
+lies outside, is lost. The reward is 1 for the number and 0 otherwise: several turns, more for wide ranges than for
+narrow ones, half the tokens written by the environment, and how good a guess was shows turns later.
+
+The demonstrations guess anywhere, in `careless` of their guesses even where the number cannot be: RL has to find that
+guesses belong inside, and that the middle is best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from sao_jax.types import Domain, Environment, Split, Step
+
+END = ";"
+NUMBERS = 32
+MAX_GUESSES = NUMBERS.bit_length() - 1
+
+
+class BisectionTokenizer:
+  """Each end of a range is one token, and so is the number of guesses left; guesses are written in digits."""
+
+  def __init__(self) -> None:
+    ends = [f"{number:02d}{mark}" for mark in "-:" for number in range(NUMBERS)]
+    left = [f"{number}?" for number in range(MAX_GUESSES + 1)]
+    self._tokens = ("~", *"0123456789", END, *left, *ends)
+    self._ids = {token: i for i, token in enumerate(self._tokens)}
+    self._split = re.compile("[0-9]{2}[-:]|[0-9][?]|.", re.DOTALL)
+    self.vocab_size = len(self._tokens)
+    self.stop_ids = (self._ids[END],)
+
+  def encode(self, text: str) -> list[int]:
+    return [self._ids[piece] for piece in self._split.findall(text)]
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return "".join(self._tokens[i] for i in ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """A hidden number and the range that is told, both ends included."""
+
+  low: int
+  high: int
+  secret: int
+
+  @property
+  def guesses(self) -> int:
+    """As many as bisection needs in the worst case: ceil(log2(width + 1)).
+
+    >>> Problem(0, 2, 1).guesses, Problem(0, 3, 1).guesses, Problem(1, 31, 11).guesses
+    (2, 3, 5)
+    """
+    return (self.high - self.low + 1).bit_length()
+
+
+def make_problem(index: int, split: Split) -> Problem:
+  """Problem number `index`; those of the two splits are drawn apart."""
+  rng = np.random.default_rng((index, split == "eval"))
+  width = int(rng.integers(3, NUMBERS))
+  low = int(rng.integers(0, NUMBERS - width + 1))
+  return Problem(low, low + width - 1, int(rng.integers(low, low + width)))
+
+
+class Bisection(Environment):
+  """The task over `num_tasks` problems."""
+
+  def __init__(self, split: Split, num_tasks: int):
+    self._split: Split = split
+    self._num_tasks = num_tasks
+    self.problem = Problem(0, 0, 0)
+    self.low = self.high = self.left = 0
+
+  def reset(self, task_index: int) -> str:
+    self.problem = make_problem(task_index % self._num_tasks, self._split)
+    self.low, self.high, self.left = self.problem.low, self.problem.high, self.problem.guesses
+    return self._state()
+
+  def step(self, action: str) -> Step:
+    self.left -= 1
+    guess = int(action[:2]) if len(action) == 3 and action[:2].isdecimal() and action[2] == END else -1
+    if guess == self.problem.secret:
+      return Step(reward=1.0, done=True)
+    if self.low <= guess < self.problem.secret:
+      self.low = guess + 1
+    elif self.problem.secret < guess <= self.high:
+      self.high = guess - 1
+    return Step(observation=self._state(), done=self.left == 0)
+
+  def close(self) -> None:
+    """Holds nothing."""
+
+  def _state(self) -> str:
+    return f"{self.low:02d}-{self.high:02d}:{self.left}?"
+
+
+def make_domain(*, num_train_tasks: int = 4096, num_eval_tasks: int = 512, careless: float = 0.6) -> Domain:
+  """Builds the domain.
+
+  Args:
+    num_train_tasks: few enough that a prompt comes back, as baselines per prompt need it.
+    num_eval_tasks: problems drawn apart from those.
+    careless: share of a demonstration's guesses that are drawn from the whole range of the prompt rather than from what
+      is left of it.
+  """
+  if not 0.0 <= careless <= 1.0:
+    raise ValueError(f"careless must be in [0, 1]; received {careless!r}.")
+
+  def make_env(split: Split) -> Bisection:
+    return Bisection(split, num_train_tasks if split == "train" else num_eval_tasks)
+
+  def demonstrate(task_index: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
+    env = make_env("train")
+    pieces = [(env.reset(task_index), False)]
+    while True:
+      ends = (env.problem.low, env.problem.high) if rng.random() < careless else (env.low, env.high)
+      action = f"{rng.integers(ends[0], ends[1] + 1):02d}{END}"
+      step = env.step(action)
+      pieces.append((action, True))
+      if step.done:
+        return pieces
+      pieces.append((step.observation, False))
+
+  return Domain(
+    make_env=make_env,
+    tokenizer=BisectionTokenizer(),
+    num_train_tasks=num_train_tasks,
+    num_eval_tasks=num_eval_tasks,
+    demonstrate=demonstrate,
+  )
