@@ -201,7 +201,8 @@ def measure(schedule: str, *, batch_size: int, slots: int, steps: int, warmup_st
       source.publish(state.policy, 0)
       for step in range(1, warmup_steps + 1):
         state, _ = _step(parts, state, step, source)
-      before, began, learner_s, done = parts.engine.counters, time.perf_counter(), 0.0, []
+      before = {**parts.engine.counters, "dropped_stale": source.counters()["dropped_stale"]}
+      began, learner_s, done = time.perf_counter(), 0.0, []
       for step in range(warmup_steps + 1, warmup_steps + steps + 1):
         state, (trajectories, seconds) = _step(parts, state, step, source)
         learner_s += seconds
@@ -246,7 +247,7 @@ def _summary(
     engine_busy_fraction=counts["busy_seconds"] / seconds,
     learner_busy_fraction=learner_s / seconds,
     staleness_mean=float(np.mean([staleness for _, staleness in done])),
-    dropped_stale=source.counters()["dropped_stale"],
+    dropped_stale=source.counters()["dropped_stale"] - before["dropped_stale"],
     token_s=token_s,
     turn_s=max(0.0, (other_s - decode_s) / sum(x.turns for x in episodes)),
     train_s=learner_s / steps,

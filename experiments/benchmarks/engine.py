@@ -7,10 +7,10 @@ window in the steady state; the raw sampler decodes equally many slots to a simi
 
 Prediction written down before tuning: prefill is about 0.5 prompt or observation token per action token, at a third of
 what a decoded token costs (15 %), slots idle half a chunk of 16 steps per action of 64 (12 %), the host 3 %: a ratio of
-0.7. What was found (2 cores): of a lane's cycle decoding takes two thirds, prefill a fifth, the host an eighth, in which
-the lane's core waits; slots are 87 % occupied; and a chunk reads windows of the longest contexts (400 tokens) where the
-mean is 170, so that it costs a third more than the raw sampler's although the windows come in two lengths. Decoding is
-bound by the bandwidth at which a core reads keys and values.
+0.7. What was found (2 cores): of a lane's cycle decoding takes two thirds, prefill a fifth, the host an eighth, in
+which the lane's core waits; slots are 87 % occupied; and a chunk reads windows of the longest contexts (400 tokens)
+where the mean is 170, so that it costs a third more than the raw sampler's although the windows come in two lengths.
+Decoding is bound by the bandwidth at which a core reads keys and values.
 """
 
 from __future__ import annotations
