@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import numpy as np
 
 from sao_jax.rollout.config import EngineConfig
-from sao_jax.rollout.episodes import Answer, EpisodeFailure, check_step, check_text
+from sao_jax.rollout.episodes import Answer, EpisodeFailure, check_step, check_text, encode_text
+from sao_jax.rollout.user_errors import describe, from_outside, trace
 from sao_jax.types import Environment, EnvironmentFactory, Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -20,6 +22,7 @@ class EnvironmentHolder:
   def __init__(self, make_env: EnvironmentFactory, tokenizer: Tokenizer, config: EngineConfig):
     self._make_env = make_env
     self._tokenizer = tokenizer
+    self._encode = functools.partial(encode_text, tokenizer)
     self._config = config
     self._env: Environment | None = None
 
@@ -31,8 +34,10 @@ class EnvironmentHolder:
       ids = self._encode(prompt)
     except EpisodeFailure:
       raise
-    except (Exception, SystemExit) as error:
-      raise EpisodeFailure("reset_error", f"task {task_index}: {error!r}") from error
+    except BaseException as error:
+      if from_outside(error):
+        raise
+      raise EpisodeFailure("reset_error", f"task {task_index}: {describe(error)}") from error
     if ids.shape[0] == 0:
       raise EpisodeFailure("empty_prompt", f"task {task_index}: the prompt has no tokens.")
     if ids.shape[0] >= limit:
@@ -51,12 +56,14 @@ class EnvironmentHolder:
         if self._env is None:
           self._env = self._make_env()
         prompt = self._env.reset(task_index)
-      except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code: raised once the attempts are used up)
-        failure = error
+      except BaseException as error:
+        if from_outside(error):
+          raise
+        failure = error  # raised once the attempts are used up
         self.close()
       else:
         return check_text(prompt, "prompt", self._config.max_observation_chars), attempt
-    what = f"task {task_index}, {attempts} attempts: {failure!r}"
+    what = f"task {task_index}, {attempts} attempts: {describe(failure)}"
     raise EpisodeFailure("reset_error", what) from failure
 
   def step(self, action: np.ndarray) -> tuple[str, Answer]:
@@ -68,16 +75,10 @@ class EnvironmentHolder:
       return text, check_step(self._env.step(text), self._encode, *limits)
     except EpisodeFailure:
       raise
-    except (Exception, SystemExit) as error:
-      raise EpisodeFailure("step_error", repr(error)) from error
-
-  def _encode(self, text: str) -> np.ndarray:
-    ids = np.asarray(self._tokenizer.encode(text), np.int32).reshape(-1)
-    outside = ids[(ids < 0) | (ids >= self._tokenizer.vocab_size)]
-    if outside.size:
-      size, received = self._tokenizer.vocab_size, outside[:5].tolist()
-      raise EpisodeFailure("bad_tokens", f"token ids must be in [0, {size}); the tokenizer gave {received}.")
-    return ids
+    except BaseException as error:
+      if from_outside(error):
+        raise
+      raise EpisodeFailure("step_error", describe(error)) from error
 
   def close(self, *_: Any) -> None:
     """Closes the environment if there is one; an error in it is logged, since nothing depends on it any more."""
@@ -86,5 +87,7 @@ class EnvironmentHolder:
       return
     try:
       env.close()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
-      _log.warning("Environment.close() failed: %r", error, exc_info=error)
+    except BaseException as error:
+      if from_outside(error):
+        raise
+      _log.warning("Environment.close() failed: %s", trace(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from sao_jax.rollout.config import EngineConfig
-from sao_jax.types import Ended, Step, Trajectory
+from sao_jax.rollout.user_errors import describe
+from sao_jax.types import Ended, Step, Tokenizer, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ def check_text(text: Any, what: str, max_chars: int) -> str:
   """Returns `text` if it is a str of bearable size; `EpisodeFailure` otherwise."""
   if not isinstance(text, str):
     raise EpisodeFailure(f"bad_{what}", f"{what} must be a str; received {type(text).__name__}.")
+  text = str.__str__(text)  # of a subclass (numpy.str_, say) the characters only, not its methods
   if len(text) > max_chars:
     raise EpisodeFailure(f"{what}_too_long", f"{what} has {len(text)} characters; allowed are {max_chars}.")
   try:
@@ -76,22 +79,57 @@ def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, m
   if not isinstance(step, Step):
     raise EpisodeFailure("bad_step", f"Environment.step must return a Step; received {type(step).__name__}.")
   text = check_text(step.observation, "observation", max_chars)
-  reward: Any = step.reward
-  is_number = isinstance(reward, (numbers.Real, np.number, np.bool_))
-  # Compared before it is made a float: an int may be too large for one. NaN is in no range.
-  if not is_number or not -max_abs_reward <= reward <= max_abs_reward:
-    limit, received = f"EngineConfig.max_abs_reward = {max_abs_reward:g}", repr(reward)[:80]
-    raise EpisodeFailure("bad_reward", f"Step.reward must be a number within +-{limit}; received {received}.")
+  reward = _number(step.reward, max_abs_reward)
+  done = _flag("done", step.done)
   success = step.info.get("success")
   return Answer(
     text=text,
     # What follows a final action is never fed to the policy.
-    ids=np.zeros(0, np.int32) if step.done else encode(text),
-    reward=float(reward),
-    done=bool(step.done),
-    truncated=bool(step.truncated),
-    success=None if success is None else bool(success),
+    ids=np.zeros(0, np.int32) if done else encode(text),
+    reward=reward,
+    done=done,
+    truncated=_flag("truncated", step.truncated),
+    success=None if success is None else _flag("info['success']", success),
   )
+
+
+def _scalar(value: Any) -> Any:
+  """A Python number in place of a NumPy, JAX or PyTorch scalar."""
+  return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _number(value: Any, most: float) -> float:
+  plain = _scalar(value)
+  try:
+    number = float(plain) if isinstance(plain, numbers.Real) else math.nan
+  except OverflowError:  # an int may be too large for a float
+    number = math.nan
+  if not -most <= number <= most:  # NaN is in no range
+    limit, received = f"EngineConfig.max_abs_reward = {most:g}", describe(value, most=80)
+    raise EpisodeFailure("bad_reward", f"Step.reward must be a number within +-{limit}; received {received}.")
+  return number
+
+
+def _flag(name: str, value: Any) -> bool:
+  plain = _scalar(value)
+  if isinstance(plain, bool) or (type(plain) is int and plain in (0, 1)):
+    return bool(plain)
+  raise EpisodeFailure("bad_step", f"Step.{name} must be a bool; received {describe(value, most=80)}.")
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
+  """`[n]` int32: the tokens of `text`; `EpisodeFailure` if what the tokenizer gives are no ids of its vocabulary."""
+  ids = np.asarray(tokenizer.encode(text))
+  if ids.size == 0:
+    return np.zeros(0, np.int32)
+  if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    received = f"{ids.dtype.name}{list(ids.shape)}"
+    raise EpisodeFailure("bad_tokens", f"a tokenizer must give a flat list of integers; received {received}.")
+  outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+  if outside.size:
+    size, listed = tokenizer.vocab_size, outside[:5].tolist()
+    raise EpisodeFailure("bad_tokens", f"token ids must be in [0, {size}); the tokenizer gave {listed}.")
+  return ids.astype(np.int32)
 
 
 class Episode:
@@ -181,7 +219,7 @@ class Episode:
       try:
         self._texts.append(decode(self.cut_action.tolist()))
       except Exception as error:
-        raise EpisodeFailure("decode_error", repr(error)) from error
+        raise EpisodeFailure("decode_error", describe(error)) from error
     tokens = self.tokens()
     sizes = [piece.shape[0] for piece in self._tokens]
     mask = np.repeat(np.array([logp is not None for logp in self._logp]), sizes)

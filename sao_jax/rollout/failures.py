@@ -6,6 +6,7 @@ import collections
 import logging
 
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao_jax.rollout.user_errors import trace
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +37,9 @@ class FailureLog:
   def failed(self, request: EpisodeRequest, failure: EpisodeFailure) -> None:
     """Notes a failed episode."""
     if failure.kind not in self.by_kind:
-      message = "episode %d failed (%s, logged once per kind): %s"
-      _log.warning(message, request.episode_id, failure.kind, failure, exc_info=failure.__cause__)
+      cause = "" if failure.__cause__ is None else f"\n{trace(failure.__cause__)}"
+      message = "episode %d failed (%s, logged once per kind): %s%s"
+      _log.warning(message, request.episode_id, failure.kind, failure, cause)
     self.by_kind[failure.kind] += 1
     self._outcomes.append(True)
 

@@ -24,6 +24,7 @@ from sao_jax.rollout.patience import Patience
 from sao_jax.rollout.prefill import Piece, plan_calls
 from sao_jax.rollout.residency import Residency, Seat, State
 from sao_jax.rollout.sampler import PrefillRow, RowState, RunningChunk, Sampler
+from sao_jax.rollout.user_errors import describe
 from sao_jax.rollout.workers import Task, Workers
 from sao_jax.types import Ended, EnvironmentFactory, Params, Tokenizer, Trajectory
 
@@ -340,7 +341,7 @@ class SlotTable:
   def _fail(self, seat: Seat, error: BaseException) -> None:
     """The seat's episode fails alone; the seat gets a fresh environment, since this one's state is unknown."""
     assert seat.request is not None
-    failure = error if isinstance(error, EpisodeFailure) else EpisodeFailure("engine_error", repr(error))
+    failure = error if isinstance(error, EpisodeFailure) else EpisodeFailure("engine_error", describe(error))
     self._failures.append((seat.request, failure))
     self._dispose(seat)
     self._free(seat)

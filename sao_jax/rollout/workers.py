@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sao_jax.rollout.user_errors import from_outside
+
 
 class Task:
   """One call on a worker; `result` or `error` is set once it is done."""
@@ -30,8 +32,10 @@ class Task:
     if not self._abandoned:
       try:
         self.result = self._call()
-      except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code: it fails its own episode)
-        self.error = error
+      except BaseException as error:
+        if from_outside(error):
+          raise
+        self.error = error  # a user's code: it fails its own episode
     self.finished_at = time.monotonic()
     with self._lock:
       self._done = True

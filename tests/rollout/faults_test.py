@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import fractions
 import logging
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -38,6 +41,27 @@ def raises(error):
   return answer
 
 
+class Unspeakable(Exception):
+  def __repr__(self):
+    raise ValueError("no words")
+
+  __str__ = __repr__
+
+
+class Liar(fractions.Fraction):
+  def __float__(self):
+    return float("nan")
+
+
+class Short(str):
+  def __len__(self):
+    return 1
+
+
+def recursive():
+  return recursive()
+
+
 FAULTS = {
   "raises": (raises(RuntimeError("tool died")), "step_error"),
   "exits": (raises(SystemExit(3)), "step_error"),
@@ -54,6 +78,16 @@ FAULTS = {
   "surrogates": (lambda: Step(observation=b"\xff".decode("utf-8", "surrogateescape")), "bad_observation"),
   "flood": (lambda: Step(observation="c" * 2_000_000), "observation_too_long"),
   "no_info": (lambda: Step(info=None), "step_error"),
+  "cancelled": (raises(asyncio.CancelledError()), "step_error"),
+  "generator": (raises(GeneratorExit()), "step_error"),
+  "gigantic_message": (raises(RuntimeError("x" * 10**6)), "step_error"),
+  "message_that_raises": (raises(Unspeakable()), "step_error"),
+  "recursion": (lambda: recursive(), "step_error"),
+  "complex_reward": (lambda: Step(reward=np.complex64(1)), "bad_reward"),
+  "numbers_that_lie": (lambda: Step(reward=Liar(1, 2)), "bad_reward"),
+  "done_as_text": (lambda: Step(done="False"), "bad_step"),
+  "success_as_number": (lambda: Step(info={"success": 0.5}), "bad_step"),
+  "long_str_of_no_length": (lambda: Step(observation=Short("c" * 2_000_000)), "observation_too_long"),
 }
 
 
@@ -82,7 +116,8 @@ def test_a_fault_fails_its_episode_alone(fault, env_workers, caplog):
   assert sorted(x.episode_id for x in failed) == [1, 4, 7, 10, 13]
   assert counters["failed_by_kind"] == {kind: 5} and counters["failed_episodes"] == 5
   assert counters["episodes_started"] == 15 and counters["episodes_finished"] == 10
-  assert len([x for x in caplog.records if kind in x.getMessage()]) == 1
+  told = [x.getMessage() for x in caplog.records if kind in x.getMessage()]
+  assert len(told) == 1 and len(told[0]) < 20_000
   # Every environment, those of failed episodes included, was closed exactly once.
   assert [x.closed for x in made] == [1] * len(made)
   assert len(made) >= 6
@@ -123,6 +158,51 @@ def test_faults_of_reset_and_of_the_factory():
     assert len(set(resets)) == len(resets) == 1 + retries
     assert counters["reset_retries"] == (1 if retries else 0)
     assert [x.closed for x in made] == [1] * len(made)
+
+
+@pytest.mark.parametrize(
+  "reward", [1, True, np.float64(1), np.bool_(True), np.array(1.0), jnp.float32(1), fractions.Fraction(1)]
+)
+def test_numbers_of_every_make_are_rewards_and_flags(reward):
+  flag = reward if isinstance(reward, bool | np.bool_) else True
+
+  class Env(Echo):
+    def step(self, action):
+      return Step(reward=reward, done=flag, info={"success": flag}, observation=np.str_("c"))
+
+  with build(Env, env_workers=0) as engine:
+    (done,) = engine.generate(eager, requests(1))
+  assert done.total_reward == 1.0 and done.success is True
+
+
+def test_an_inline_environment_lets_a_signal_pass():
+  class Signal(KeyboardInterrupt):
+    pass
+
+  class Env(Echo):
+    def step(self, action):
+      raise Signal
+
+  with build(Env, env_workers=0) as engine, pytest.raises(Signal):
+    list(engine.generate(eager, requests(1)))
+  with build(Env, env_workers=1) as engine:  # no signal reaches a worker thread: it is the environment's own
+    assert list(engine.generate(eager, requests(2))) == []
+    assert engine.counters["failed_by_kind"] == {"step_error": 2}
+
+
+@pytest.mark.parametrize(
+  "ids", [[1.5], [-1], [10**6], [2**70], [True], ["c"], [[2, 3]], [2, [3]], [None], np.array([np.nan]), {"ids": [1]}]
+)
+def test_what_is_no_list_of_token_ids_is_refused(ids):
+  class Encodes(CharTokenizer):
+    def encode(self, text):
+      return super().encode(text) if text.endswith("h") else ids
+
+  engine = Engine(model=POLICY, make_env=lambda: Echo(2), tokenizer=Encodes(), config=config())
+  with engine:
+    assert list(engine.generate(eager, requests(2))) == []
+    assert sum(engine.counters["failed_by_kind"].values()) == 2
+    assert set(engine.counters["failed_by_kind"]) <= {"bad_tokens", "step_error"}
 
 
 def test_an_action_of_no_text_reaches_the_environment():
