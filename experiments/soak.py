@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -64,7 +65,9 @@ def make_config(scenario: Scenario, times: Times) -> RunConfig:
     eval_episodes=0,
     warm_start=WarmStartConfig(num_steps=60, batch_size=32, optimizer=OptimizerConfig(learning_rate=2e-2)),
     critic=CriticConfig(),
-    learner=dataclasses.replace(base.learner, row_length=scenario.max_len, rows_per_microbatch=rows),
+    learner=dataclasses.replace(
+      base.learner, row_length=scenario.max_len, rows_per_microbatch=rows, min_microbatches=rows
+    ),
     engine=dataclasses.replace(
       base.engine, max_len=scenario.max_len, max_turns=max(4, scenario.long_turns), live_buckets=(scenario.max_len,),
       num_slots=32, env_workers=32, env_timeout_s=times.env_timeout_s,
@@ -98,7 +101,7 @@ class Books:
   def install(self) -> None:
     """Replaces the methods."""
     self._wrap(TrajectoryQueue, "start", before=self._note_start)
-    self._wrap(TrajectoryQueue, "put", before=self._note_offer, after=self._note_put)
+    self._wrap(TrajectoryQueue, "put", before=self._note_end, after=self._note_put)
     self._wrap(TrajectoryQueue, "fail", after=self._note_fail)
     original = sources.AsyncSource.next_batch
 
@@ -128,12 +131,10 @@ class Books:
     original = getattr(owner, method)
 
     @functools.wraps(original)
-    def wrapper(queue: Any, *args: Any, **options: Any) -> Any:
+    def wrapper(queue: Any, *args: Any) -> None:
       before(queue, *args)
-      result = original(queue, *args, **options)
-      if result is not False:
-        after(queue, *args)
-      return result
+      original(queue, *args)
+      after(queue, *args)
 
     setattr(owner, method, wrapper)
 
@@ -141,9 +142,9 @@ class Books:
     with self._lock:
       self._started[request.episode_id] = time.monotonic()
 
-  def _note_offer(self, queue: TrajectoryQueue, trajectory: Trajectory) -> None:
-    with self._lock:  # at the first attempt: the queue may be full
-      self._ended.setdefault(trajectory.episode_id, time.monotonic())
+  def _note_end(self, queue: TrajectoryQueue, trajectory: Trajectory) -> None:
+    with self._lock:  # before it is there: the learner may take it at once
+      self._ended[trajectory.episode_id] = time.monotonic()
 
   def _note_put(self, queue: TrajectoryQueue, trajectory: Trajectory) -> None:
     self._end(trajectory.episode_id)
@@ -223,23 +224,19 @@ def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Any]]:
 
 
 def recovery(batches: Sequence[float], began: float, times: Times) -> float | None:
-  """Batches per second in the quiet stretches after the first stall, over those before it; None: no stall was seen."""
-  first = began + times.stall_every_s
-  if not batches or batches[-1] < first + 0.9 * times.stall_every_s:
-    return None
-  settled = max(batches[0], began + 0.3 * times.stall_every_s)
-  before = [t for t in batches if settled <= t < first]
-  quiet = times.stall_every_s - times.stall_s
-  after, stretches = 0, 0
-  start = first
-  while start + times.stall_every_s <= batches[-1]:
-    low = start + times.stall_s + 0.2 * quiet  # what the stall left behind is worked off by then
-    after += sum(low <= t < start + times.stall_every_s for t in batches)
-    stretches += 1
-    start += times.stall_every_s
-  if not before or not stretches:
-    return None
-  return (after / (stretches * 0.8 * quiet)) / (len(before) / (first - settled))
+  """Batches per second in the quiet stretches between stalls, over those in the first; None: there are no two of them.
+
+  Nothing is judged before `FIRST_BATCHES`, and what a stall left behind has a fifth of a stretch to be worked off.
+  """
+  rates = []
+  for number in range(int((batches[-1] - began) / times.stall_every_s) + 1 if len(batches) > FIRST_BATCHES else 0):
+    start = began + number * times.stall_every_s
+    end = start + times.stall_every_s
+    low = start + times.stall_s * (number > 0)
+    low += 0.2 * (end - low)
+    if batches[FIRST_BATCHES] <= low and end <= batches[-1]:
+      rates.append(sum(low <= t < end for t in batches) / (end - low))
+  return statistics.median(rates[1:]) / rates[0] if len(rates) > 1 and rates[0] else None
 
 
 def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: float) -> dict[str, Any]:
@@ -272,9 +269,12 @@ def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: f
   seconds = clock.seconds
   patience = 20.0 + 2 * (times.slow_tool_s if scenario.slow_share else 0.0)
   patience += 2 * times.stall_s * scenario.stalls + 2 * times.env_timeout_s * scenario.faults
+  most_allowed = 2 * config.batch_size + config.engine.num_slots
+  judged = books.batches[FIRST_BATCHES:]
+  step_s = statistics.median(b - a for a, b in itertools.pairwise(judged)) if len(judged) > 1 else 0.0
   allowed = {
     "episode_s": patience + (seconds if scenario.long_turns else 0.0),
-    "wait_for_learner_s": patience + 8 * scenario.learner_s,
+    "wait_for_learner_s": patience + 2 * most_allowed / config.batch_size * step_s,
     "wait_for_batch_s": patience,
   }
   starved = {name: value for name, value in books.longest.items() if value > allowed[name]}
@@ -286,7 +286,7 @@ def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: f
   faults += [f"throughput after stalls is {again:.2f} of before"] if again is not None and again < 0.6 else []
   faults += ["the run ended by itself"] if scenario.episodes is None and summary is not None else []
   faults += ["the long episode was not trained on"] if books.most_turns < scenario.long_turns else []
-  faults += ["the queue held more than its capacity"] if books.most_waiting > 2 * config.batch_size else []
+  faults += ["the queue held more than its capacity"] if books.most_waiting > most_allowed else []
   return {
     "seconds": round(seconds, 1), "samples": len(samples), "trajectories": books.trained,
     "trajectories_per_s": round(books.trained / seconds, 2), "failed_episodes": books.failed,

@@ -51,7 +51,8 @@ class WarmStartConfig:
   optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, warmup_steps=50)
   log_every: int = 20
   save_every: int = 200
-  """Updates between the checkpoints that a run which is stopped within the stage goes on from."""
+  """Updates between the checkpoints that a run which is stopped within the stage goes on from; also in value
+  pretraining."""
 
   def __post_init__(self) -> None:
     _require(self.num_steps >= 0, "warm_start.num_steps", self.num_steps, ">= 0")
@@ -117,7 +118,7 @@ class RunConfig:
   max_staleness: int = 8
   """Largest allowed learner version at use minus oldest version among a trajectory's action tokens."""
   queue_capacity: int | None = None
-  """Trajectories that may wait; None: twice the batch."""
+  """While so many trajectories wait no new episode begins; None: twice the batch."""
   max_skipped_in_a_row: int = 8
   """The run stops, with a checkpoint, when so many learner steps in a row skipped an update because something was not
   finite; 0: never. Their batches are in `bad_batches/`."""

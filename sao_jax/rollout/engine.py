@@ -128,7 +128,7 @@ class Engine:
     Args:
       weights: newest weights are taken before every chunk.
       next_request: the next episode, or None to wait (admission says no).
-      emit: takes a finished trajectory; may block while the queue is full, and must give up when `stop` is set.
+      emit: takes a finished trajectory; nothing is generated until it returns.
       stop: ends the loop; unfinished episodes are discarded.
       on_failure: told of each request that failed.
     """
@@ -333,7 +333,7 @@ class EngineThread:
 
   @property
   def stopping(self) -> threading.Event:
-    """Set once the engine must end: what `emit` must look at while it waits."""
+    """Set once the engine must end."""
     return self._stop
 
   def stop(self, timeout: float = 60.0) -> None:

@@ -27,8 +27,9 @@ class TrajectoryQueue:
     batch_size: trajectories of one learner step; a multiple of `group_size`.
     group_size: episodes that share a `group_id`; 1 for single rollouts.
     max_staleness: largest allowed learner version at use minus oldest version among a trajectory's action tokens.
-    capacity: trajectories held before `put` waits; at least `batch_size`. Members of incomplete groups wait outside
-      it (their number is bounded by what admission let start).
+    capacity: while so many wait, no more episodes may start; at least `batch_size`. Those that run then are still taken
+      in: a long one among them must not stand still because the learner is slow. So no more than this and the running
+      ones wait. Members of incomplete groups do not count (their number is bounded by what admission let start).
   """
 
   def __init__(self, *, batch_size: int, group_size: int, max_staleness: int, capacity: int):
@@ -54,10 +55,11 @@ class TrajectoryQueue:
     """How many more episodes may start while the learner is at `version`.
 
     started - dropped - failed <= (version + max_staleness + 1) * batch_size (the rule of AReaL, arXiv 2505.24298): an
-    episode beyond that could only be used by a learner that is more than `max_staleness` versions ahead.
+    episode beyond that could only be used by a learner that is more than `max_staleness` versions ahead. None while the
+    queue is full.
     """
     with self._changed:
-      if self._closed:
+      if self._closed or len(self._ready) * self._group_size >= self._capacity:
         return 0
       outstanding = self._counts["used"] + self._waiting() + len(self._running)
       return max(0, (version + self._max_staleness + 1) * self._batch_size - outstanding)
@@ -83,22 +85,14 @@ class TrajectoryQueue:
       self._mark_dead(group_id)
       self._changed.notify_all()
 
-  def put(self, trajectory: Trajectory, timeout: float | None = None) -> bool:
-    """Takes a finished trajectory; waits while the queue is full.
-
-    Returns:
-      False if `timeout` seconds passed and it was not taken.
+  def put(self, trajectory: Trajectory) -> None:
+    """Takes a finished trajectory.
 
     Raises:
       ValueError: its episode is not running: never started, or it was put or failed before.
       RuntimeError: the queue is closed.
     """
     with self._changed:
-      room = self._changed.wait_for(
-        lambda: self._closed or len(self._ready) * self._group_size < self._capacity, timeout
-      )
-      if not room:
-        return False
       if self._closed:
         raise RuntimeError("TrajectoryQueue.put() called after close().")
       group_id = self._end_running(trajectory.episode_id)
@@ -114,7 +108,6 @@ class TrajectoryQueue:
         if len(members) == self._group_size:
           self._ready.append(self._partial.pop(group_id))
       self._changed.notify_all()
-      return True
 
   def get_batch(self, version: int, timeout: float | None = None) -> list[Trajectory] | None:
     """Takes `batch_size` trajectories for the learner at `version`, oldest first; drops and counts the too stale.

@@ -267,9 +267,8 @@ class AsyncSource:
     return request
 
   def _emit(self, trajectory: Trajectory) -> None:
-    while not self._thread.stopping.is_set():
-      if self._queue.put(trajectory, timeout=_POLL_S):
-        return
+    if not self._thread.stopping.is_set():  # or the queue may be closed
+      self._queue.put(trajectory)
 
   def _fail(self, request: EpisodeRequest) -> None:
     self._queue.fail(request)

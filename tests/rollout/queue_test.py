@@ -43,7 +43,7 @@ def make(batch_size=4, group_size=1, max_staleness=1, capacity=64) -> Trajectory
 def put(queue: TrajectoryQueue, *trajectories: Trajectory, group_size: int = 1) -> None:
   for x in trajectories:
     queue.start(request(x.episode_id, group_size))
-    assert queue.put(x, timeout=0)
+    queue.put(x)
 
 
 def test_batches_are_oldest_first_and_complete():
@@ -84,10 +84,10 @@ def test_admission_bounds_what_can_become_stale():
 def test_a_trajectory_enters_once():
   queue = make()
   with pytest.raises(ValueError, match="not running"):
-    queue.put(trajectory(0), timeout=0)
+    queue.put(trajectory(0))
   put(queue, trajectory(0))
   with pytest.raises(ValueError, match="not running"):
-    queue.put(trajectory(0), timeout=0)
+    queue.put(trajectory(0))
 
 
 def test_max_staleness_zero_alternates_without_deadlock():
@@ -104,7 +104,7 @@ def test_max_staleness_zero_alternates_without_deadlock():
       if episode[0] % 5 == 4:
         queue.fail(request(episode[0]))
       else:
-        queue.put(trajectory(episode[0], version=seen), timeout=5)
+        queue.put(trajectory(episode[0], version=seen))
       episode[0] += 1
 
   thread = threading.Thread(target=produce)
@@ -135,28 +135,31 @@ def test_a_group_with_a_failed_member_is_dropped_and_refunded():
   for i in range(4):
     queue.start(request(i, 4))
   assert queue.admission(0) == 0
-  queue.put(trajectory(0, group_size=4), timeout=0)
+  queue.put(trajectory(0, group_size=4))
   queue.fail(request(1, 4))
   assert queue.counters["dropped_incomplete_group"] == 1
   assert queue.admission(0) == 2  # two members still run,
   assert queue.running() == []  # for nothing
-  queue.put(trajectory(2, group_size=4), timeout=0)
-  queue.put(trajectory(3, group_size=4), timeout=0)
+  queue.put(trajectory(2, group_size=4))
+  queue.put(trajectory(3, group_size=4))
   assert queue.counters["dropped_incomplete_group"] == 3
   assert queue.admission(0) == 4
   put(queue, *(trajectory(i, group_size=4) for i in range(4, 8)), group_size=4)
   assert len(queue.get_batch(0, timeout=0)) == 4
 
 
-def test_bounded_put_waits_and_times_out():
+def test_a_full_queue_starts_nothing_and_takes_in_what_runs():
   queue = make(batch_size=2, capacity=2, max_staleness=5)
-  put(queue, trajectory(0), trajectory(1))
+  put(queue, trajectory(0))
+  queue.start(request(1))
   queue.start(request(2))
-  assert not queue.put(trajectory(2), timeout=0.01)
-  timer = threading.Timer(0.05, queue.get_batch, (0,))
-  timer.start()
-  assert queue.put(trajectory(2), timeout=10)
-  timer.join()
+  assert queue.admission(0) == 12 - 3
+  queue.put(trajectory(1))
+  assert queue.admission(0) == 0
+  queue.put(trajectory(2))
+  assert queue.admission(0) == 0 and queue.qsize() == 3
+  assert [x.episode_id for x in queue.get_batch(0, timeout=0)] == [0, 1]
+  assert queue.admission(1) == 14 - 3
 
 
 def test_close_releases_the_short_rest():
@@ -221,7 +224,7 @@ def test_any_sequence_of_events_keeps_the_books(events, group_size, max_stalenes
       episode = sorted(running)[pick % len(running)]
       began = running.pop(episode)
       if kind == "put":
-        assert queue.put(trajectory(episode, version=began, group_size=group_size), timeout=0)
+        queue.put(trajectory(episode, version=began, group_size=group_size))
       else:
         queue.fail(request(episode, group_size))
     elif kind == "learn":
