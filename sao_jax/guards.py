@@ -15,6 +15,7 @@ from sao_jax.components import Components
 from sao_jax.io import bad_batches
 from sao_jax.learner import LearnerState, make_diagnosis
 from sao_jax.learner.diagnosis import Diagnosis
+from sao_jax.sharding.distributed import is_main_process
 from sao_jax.types import Trajectory
 
 _WINDOW = 8
@@ -122,7 +123,9 @@ class UpdateGuard:
       "trajectories": bad,
       "metrics": {key: _json_number(float(value)) for key, value in report.items()},
     }
-    self._last_report = bad_batches.write(self._workdir, step, trajectories, summary)
+    self._last_report = bad_batches.report_path(self._workdir, step)
+    if is_main_process():  # all of them have the whole batch
+      bad_batches.write(self._workdir, step, trajectories, summary)
     message = "Step %d skipped an update: %s not finite in %d of %d trajectories; the batch is kept, see %s"
     _log.warning(message, step, ", ".join(nonfinite), len(bad), len(trajectories), self._last_report)
 

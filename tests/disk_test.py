@@ -100,6 +100,15 @@ def test_a_line_that_does_not_fit_is_named(tmp_path: pathlib.Path) -> None:
   assert jsonl.cut_after_step(tmp_path / "a.jsonl", 1) == [{"step": 1}]
 
 
+def test_events_that_do_not_fit_are_named(tmp_path: pathlib.Path) -> None:
+  writer = MetricsWriter(tmp_path)
+  events = next(tmp_path.glob("events*"))
+  size = events.stat().st_size + 60  # room for the line, none for the event
+  with pytest.raises(workdir.WorkdirError, match="File too large"), workdir.writing(tmp_path), files_of_at_most(size):
+    writer.write_evaluation(0, success_rate=0.5, n=4)
+  assert read_metrics(tmp_path)[1][0]["eval_n"] == 4
+
+
 def test_only_errors_of_the_workdir_are_turned(tmp_path: pathlib.Path) -> None:
   for path, kind in ((tmp_path / "x", workdir.WorkdirError), ("/elsewhere", PermissionError), (None, OSError)):
     with pytest.raises(kind), workdir.writing(tmp_path):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from sao_jax import loop
+from sao_jax import guards, loop
 from sao_jax.components import Components
 from sao_jax.config import CheckpointConfig
 from sao_jax.guards import RunStoppedError, UpdateGuard
@@ -159,3 +159,10 @@ def test_the_newest_bad_batches_stay(tmp_path: pathlib.Path) -> None:
     bad_batches.read(tmp_path, 5)
   with pytest.raises(FileNotFoundError):
     bad_batches.read(tmp_path, 1)
+
+
+def test_one_process_of_several_keeps_the_batches(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+  poison(monkeypatch, {2})
+  monkeypatch.setattr(guards, "is_main_process", lambda: False)
+  loop.train(bare(num_steps=2), busy_domain(), tmp_path)
+  assert read_metrics(tmp_path)[0][1]["skipped_in_a_row"] == 1 and bad_batches.steps(tmp_path) == []

@@ -36,12 +36,17 @@ def write(
   folder = _folder(workdir)
   folder.mkdir(exist_ok=True)
   trajectory_arrays.save(folder / f"{step}.safetensors", trajectory_arrays.to_arrays(trajectories))
-  path = folder / f"{step}.json"
+  path = report_path(workdir, step)
   workdir_lib.atomic_write_json(path, {"step": step, **report})  # last: where it is, the batch is whole
   for old in steps(workdir)[:-KEPT]:
-    (folder / f"{old}.json").unlink()
-    (folder / f"{old}.safetensors").unlink()
+    (folder / f"{old}.json").unlink(missing_ok=True)
+    (folder / f"{old}.safetensors").unlink(missing_ok=True)
   return path
+
+
+def report_path(workdir: str | os.PathLike[str], step: int) -> pathlib.Path:
+  """Where the report on a learner step's batch is, if there is one."""
+  return _folder(workdir) / f"{step}.json"
 
 
 def steps(workdir: str | os.PathLike[str]) -> list[int]:
@@ -56,16 +61,12 @@ def read(workdir: str | os.PathLike[str], step: int) -> tuple[dict[str, Any], li
     FileNotFoundError: there is none.
     ValueError: a file is damaged; the message names it.
   """
-  path = _folder(workdir) / f"{step}.json"
+  path = report_path(workdir, step)
   try:
     report: dict[str, Any] = json.loads(path.read_bytes())
   except ValueError as error:
     raise ValueError(f"{path}: not JSON: {error}") from error
-  arrays = path.with_suffix(".safetensors")
-  try:
-    return report, trajectory_arrays.from_arrays(trajectory_arrays.load(arrays))
-  except ValueError as error:
-    raise ValueError(f"{arrays}: {error}") from error
+  return report, trajectory_arrays.read(path.with_suffix(".safetensors"))
 
 
 def _folder(workdir: str | os.PathLike[str]) -> pathlib.Path:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from types import TracebackType
@@ -25,11 +26,14 @@ _FORMAT = 1
 """Of the folder's layout and of what a run writes into it; raised when older ones can no longer be read."""
 _LISTING = "files.json"
 _HOST_ARRAYS = "host.safetensors"
+_STEP = re.compile("0|[1-9][0-9]{0,17}")
 _PARTIAL = ".partial"
 _DELETED = ".deleted"
 _DAMAGED = ".damaged"
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What reading a damaged listing or a missing file can raise."""
+_BODY = frozenset({"format", "library_version", "jax_version", "config", "leaves", "host"})
+"""What is written beside the arrays."""
 
 
 class CheckpointError(Exception):
@@ -104,7 +108,7 @@ class Checkpointer:
   def steps(self) -> list[int]:
     """Steps of which a whole checkpoint folder is there (intact or not), in increasing order."""
     names = [path.name for path in self._folder.glob("*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+    return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
   def path(self, step: int) -> pathlib.Path:
     """The folder of a step's checkpoint."""
@@ -265,7 +269,7 @@ class Checkpointer:
   def _commit(self, step: int, partial: pathlib.Path, metric: float | None) -> None:
     files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     sums = {path.relative_to(partial).as_posix(): checksums.of_file(path) for path in files}
-    listing = {"metric": metric, "files": sums}
+    listing = {"step": step, "metric": metric, "files": sums}
     workdir_lib.atomic_write_json(partial / _LISTING, listing | {"crc32": checksums.of_json(listing)})
     partial.rename(self.path(step))
     self._retain()
@@ -275,6 +279,8 @@ class Checkpointer:
     listing: dict[str, Any] = json.loads((self.path(step) / _LISTING).read_bytes())
     if listing.pop("crc32") != checksums.of_json(listing):
       raise ValueError(f"the checksum of {_LISTING} itself is wrong")
+    if listing.get("step", step) != step:  # older ones do not say
+      raise ValueError(f"it is that of step {listing['step']}, under another name")
     for name, recorded in listing["files"].items():
       if checksums.of_file(self.path(step) / name) != recorded:
         raise ValueError(f"size or checksum of {name} is wrong")
@@ -304,7 +310,7 @@ class Checkpointer:
   def _remove(self, step: int, suffix: str) -> None:
     """Puts a checkpoint aside in one rename (a kill leaves no half-deleted one); then deletes it unless damaged."""
     aside = self.path(step).with_name(f"{step}{suffix}")
-    shutil.rmtree(aside, ignore_errors=True)
+    _delete(aside)
     self.path(step).rename(aside)
     if suffix == _DELETED:
       shutil.rmtree(aside)
@@ -314,18 +320,20 @@ class Checkpointer:
       if warn and _PARTIAL in path.name:
         logging.warning("Checkpoint %s was being written when its run ended; it is removed.", path)
       if _PARTIAL in path.name or path.name.endswith(_DELETED):
-        shutil.rmtree(path)
+        _delete(path)
 
   def _read_body(self, step: int) -> dict[str, Any]:
     restored = self._orbax.restore(self.path(step), args=ocp.args.Composite(host=ocp.args.JsonRestore()))
     body: dict[str, Any] = restored["host"]
+    if missing := sorted(_BODY - body.keys()):
+      raise CheckpointError(f"Checkpoint {self.path(step)} is of another version of the library: it lacks {missing}.")
     return body
 
   def _check_schema(self, step: int, body: Mapping[str, Any], template: types.Params) -> None:
     lines = []
-    if body.get("format") != _FORMAT:
-      lines.append(f"format: recorded {body.get('format', 'nothing')}, now {_FORMAT}")
-    if _series(body["library_version"]) != _series(version.__version__):
+    if body["format"] != _FORMAT:
+      lines.append(f"format: recorded {body['format']}, now {_FORMAT}")
+    if _series(str(body["library_version"])) != _series(version.__version__):
       lines.append(f"library_version: recorded {body['library_version']}, now {version.__version__}")
     differences = workdir_lib.config_differences(
       body["config"], self._config, may_differ=self._may_differ, may_be_missing=self._may_be_missing
@@ -355,6 +363,14 @@ class Checkpointer:
     args = ocp.args.PyTreeRestore(item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested))
     tree: dict[str, Any] = self._orbax.restore(self.path(step), args=ocp.args.Composite(state=args))["state"]
     return tree
+
+
+def _delete(path: pathlib.Path) -> None:
+  """Deletes whatever is there: a folder, a file, a link (not what it points to)."""
+  if path.is_dir() and not path.is_symlink():
+    shutil.rmtree(path)
+  else:
+    path.unlink(missing_ok=True)
 
 
 def _series(release: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from sao_jax.io import jsonl
+from sao_jax.io import workdir as workdir_lib
 
 LEARNER_KEYS = (
   "step", "policy_version", "time_s", "reward_mean", "success_rate", "trajectories", "action_tokens", "staleness_mean",
@@ -52,9 +53,11 @@ class MetricsWriter:
     self._file = jsonl.JsonlFile(path)
     # Not `tensorboardX.SummaryWriter`: on a full disk the thread that it writes with dies, and the next event waits for
     # ever. Here the error comes out of the call.
-    self._board = EventsWriter(str(pathlib.Path(workdir) / "events"), f".{os.getpid()}")
+    self._events = pathlib.Path(workdir) / "events"
+    self._board = EventsWriter(str(self._events), f".{os.getpid()}")
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._board.write_event(event_pb2.Event(wall_time=time.time(), step=restored_step + 1, session_log=start))
+    with workdir_lib.named_errors(self._events):
+      self._board.write_event(event_pb2.Event(wall_time=time.time(), step=restored_step + 1, session_log=start))
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Writes the row of learner step `step` (1, 2, ...).
@@ -103,12 +106,14 @@ class MetricsWriter:
       if key != "step" and math.isfinite(value)
     ]
     summary = summary_pb2.Summary(value=scalars)
-    self._board.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-    self._board.flush()
+    with workdir_lib.named_errors(self._events):
+      self._board.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+      self._board.flush()
 
   def close(self) -> None:
     self._file.close()
-    self._board.close()
+    with workdir_lib.named_errors(self._events):
+      self._board.close()
 
   def __enter__(self) -> MetricsWriter:
     return self

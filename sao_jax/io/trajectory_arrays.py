@@ -112,6 +112,19 @@ def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     raise ValueError(f"not a valid safetensors file: {path}: {error!r}") from error
 
 
+def read(path: str | os.PathLike[str]) -> list[types.Trajectory]:
+  """Reads the trajectories of a file.
+
+  Raises:
+    ValueError: not such a file, or what it holds is wrong; the message names the file.
+  """
+  arrays = load(path)
+  try:
+    return from_arrays(arrays)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+
+
 def _one(arrays: Mapping[str, np.ndarray], i: int, tokens: slice, text: slice) -> types.Trajectory:
   trajectory = types.Trajectory(
     **{name: arrays[name][tokens].copy() for name in PER_TOKEN},

@@ -19,9 +19,14 @@ SUMMARY_KEYS = (
 )  # fmt: skip
 
 
-_DISK_ERRORS = frozenset(
-  {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
-)
+_DISK_ERRORS = frozenset({
+  errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
+  errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE, errno.ENOLCK, errno.EOPNOTSUPP,
+})  # fmt: skip
+"""Of a full, read-only or broken disk, of one without locks, and of files where folders should be."""
+
+
+_TEMPORARY = ".tmp"
 
 
 class WorkdirError(Exception):
@@ -71,9 +76,11 @@ class WorkdirLock:
     """
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
-    self._file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
+    path = folder / ".lock"
+    self._file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `close`)
     try:
-      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      with named_errors(path):
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       self._file.seek(0)
       owner = self._file.read(32).strip() or "unknown"
@@ -81,9 +88,12 @@ class WorkdirLock:
       raise RuntimeError(
         f"Workdir {folder} is in use by another run (process {owner}); wait for it to end, or choose another --workdir."
       ) from error
-    self._file.truncate(0)
-    self._file.write(f"{os.getpid()}\n")
-    self._file.flush()
+    with named_errors(path):
+      self._file.truncate(0)
+      self._file.write(f"{os.getpid()}\n")
+      self._file.flush()
+    for rest in folder.glob(f".*{_TEMPORARY}"):  # of `atomic_write`s that were killed
+      rest.unlink()
 
   def close(self) -> None:
     """Gives the workdir back. The file stays: removing it would let two runs lock two files of one name."""
@@ -101,7 +111,7 @@ class WorkdirLock:
 def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
   """Replaces a file in one step: readers and a kill see the old content or the new, never a part."""
   path = pathlib.Path(path)
-  descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+  descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_TEMPORARY)
   try:
     with named_errors(path), os.fdopen(descriptor, "wb") as file:
       file.write(content)

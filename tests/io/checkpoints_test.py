@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import pathlib
@@ -310,3 +311,58 @@ def test_kill_during_saves_always_leaves_one_whole_checkpoint(tmp_path):
     assert restored.host == {"step": restored.step}
     assert (restored.state["a"] == restored.step).all() and (restored.state["b"] == restored.step).all()
     first = restored.step
+
+
+def save_two(tmp_path: pathlib.Path) -> pathlib.Path:
+  with checkpoints.Checkpointer(tmp_path, config=CONFIG) as checkpointer:
+    for step in (1, 2):
+      checkpointer.save(step, make_state(step), {"step": step})
+  return tmp_path / "checkpoints"
+
+
+def restored_step(tmp_path: pathlib.Path) -> int | None:
+  with checkpoints.Checkpointer(tmp_path, config=CONFIG) as checkpointer:
+    restored = checkpointer.restore(make_state(0))
+  return None if restored is None else restored.step
+
+
+def test_names_and_links_that_are_no_checkpoints_of_ours(tmp_path, caplog):
+  folder = save_two(tmp_path)
+  outside = tmp_path / "outside"
+  outside.mkdir()
+  (outside / "kept").write_text("x")
+  for name in ("007", "٣", "9" * 30):
+    (folder / name).mkdir()
+  for name, target in (("3", "3"), ("3.partial", "3.partial"), ("4.partial", outside), ("5.deleted", outside)):
+    (folder / name).symlink_to(target)
+  (folder / "6.partial").write_text("x")
+  assert restored_step(tmp_path) == 2
+  assert (outside / "kept").exists() and not list(folder.glob("*.partial")) and not list(folder.glob("*.deleted"))
+  # A copy under another name holds another step's state.
+  shutil.copytree(folder / "1", folder / "9")
+  assert restored_step(tmp_path) == 2 and "it is that of step 1, under another name" in caplog.text
+
+
+@pytest.mark.parametrize("listing", ["[" * 100_000, "[]", "null", '{"crc32": NaN}', "\x00" * 100])
+def test_a_listing_that_is_nonsense_is_damage(listing, tmp_path):
+  folder = save_two(tmp_path)
+  (folder / "2" / "files.json").write_text(listing)
+  (folder / "2.damaged").write_text("in the way")
+  assert restored_step(tmp_path) == 1
+  assert (folder / "2.damaged").is_dir()
+
+
+def test_a_checkpoint_without_what_this_version_writes_is_refused(tmp_path, monkeypatch):
+  original = checkpoints.Checkpointer._commit
+
+  def commit(self, step, partial, metric):
+    path = partial / "host" / "metadata"
+    body = json.loads(path.read_text())
+    del body["library_version"], body["config"]
+    path.write_text(json.dumps(body))
+    original(self, step, partial, metric)
+
+  monkeypatch.setattr(checkpoints.Checkpointer, "_commit", commit)
+  save_two(tmp_path)
+  with pytest.raises(checkpoints.CheckpointError, match=r"another version .* lacks \['config', 'library_version'\]"):
+    restored_step(tmp_path)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from sao_jax.io import workdir
+from sao_jax.io import metrics, workdir
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOLDER = """
@@ -97,3 +97,31 @@ def test_a_failed_atomic_write_leaves_the_old_file_and_no_other(tmp_path, monkey
     workdir.atomic_write_json(path, {"x": 2})
   assert json.loads(path.read_text()) == {"x": 1}
   assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_a_lock_file_says_does_not_matter(tmp_path):
+  (tmp_path / ".lock").write_bytes(b"\xff\xfe not a pid")
+  with workdir.WorkdirLock(tmp_path), pytest.raises(RuntimeError, match=f"process {os.getpid()}"):
+    workdir.WorkdirLock(tmp_path)
+  (tmp_path / ".lock").write_text("1\n")  # of a process that lives, and holds nothing
+  workdir.WorkdirLock(tmp_path).close()
+
+
+def test_rests_of_killed_writes_are_removed(tmp_path):
+  (tmp_path / ".config.json.abc.tmp").write_text("half")
+  (tmp_path / "mine.tmp").write_text("not ours")
+  workdir.WorkdirLock(tmp_path).close()
+  assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine.tmp"]
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text("x"), lambda path: path.symlink_to(path)])
+@pytest.mark.parametrize("name", ["", ".lock/", "metrics.jsonl/"])
+def test_files_links_and_folders_in_the_way_are_named(make, name, tmp_path):
+  folder = tmp_path / "run"
+  if name:
+    (folder / name).mkdir(parents=True)
+  else:
+    make(folder)
+  with pytest.raises(workdir.WorkdirError, match="Cannot write to workdir"), workdir.writing(folder):
+    workdir.WorkdirLock(folder)
+    metrics.MetricsWriter(folder)
