@@ -3,9 +3,9 @@
     python -m experiments.chaos --seed=0 --kills=20
 
 Kills fall at any time since the start of the process (imports, warm start and value pretraining included), during
-checkpoint writes, and during publications of weights; the line before the last counts into which of them they really
-fell. In `sync` and `lagged` a run that was killed must end with the
-same arrays, bit for bit, the same resume state and the same metrics rows as one that was left alone; in `async` no
+checkpoint writes, publications of weights, evaluations, and reads of checkpoints (the beginning of a resume); the line
+before the last counts into which of them they really fell. In `sync` and `lagged` a run that was killed must end with
+the same arrays, bit for bit, the same resume state and the same metrics rows as one that was left alone; in `async` no
 trajectory is trained twice, every episode is accounted for, and staleness is what the trajectories say. Exits 0 if all
 of that holds, and says so last.
 """
@@ -39,7 +39,7 @@ from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PLACES = ("time", "checkpoint", "publication")
+PLACES = ("time", *chaos_run.WINDOWS)
 TIMES = frozenset({"time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds"})
 """Metrics that are measured in seconds: the only ones that a killed run may differ in."""
 
@@ -111,8 +111,9 @@ def kill_once(
     except subprocess.TimeoutExpired:
       process.kill()
     return was_killed(process, workdir)
-  most = num_steps if place == "publication" else num_steps // 2
-  occurrence, seed = rng.randint(1, most // 2), rng.randrange(2**31)
+  # Calls that a process has for sure, or nearly so: the two stages' results and partial ones are restored, too.
+  most = {"publication": num_steps // 2, "checkpoint": num_steps // 4, "evaluation": 1, "restore": 3}[place]
+  occurrence, seed = rng.randint(1, most), rng.randrange(2**31)
   more = (f"--place={place}", f"--occurrence={occurrence}", f"--seed={seed}")
   return was_killed(launch(workdir, schedule, num_steps, cache, *more), workdir)
 

@@ -1,8 +1,8 @@
 """One run of `experiments.chaos`, in a process of its own: a tiny training job that keeps a ledger and may kill itself.
 
 The ledger, `ledger.jsonl` in the workdir, says which episodes each learner step was given, and how stale they were.
-`windows.log` beside the workdir says which publications and checkpoint writes this process began and ended, so that a
-kill can be told to have fallen into one.
+`windows.log` beside the workdir says which publications, checkpoint writes, evaluations and restores this process began
+and ended, so that a kill can be told to have fallen into one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from absl import app, flags, logging
 
 from experiments.domains import digits
-from sao_jax import loop
+from sao_jax import evaluation, loop
 from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig, Schedule, WarmStartConfig
 from sao_jax.io import jsonl
 from sao_jax.io.checkpoints import Checkpointer
@@ -34,6 +34,8 @@ LEDGER = "ledger.jsonl"
 WINDOWS: Mapping[str, Sequence[tuple[Any, str]]] = {
   "publication": ((sources.AsyncSource, "publish"), (sources.LaggedSource, "publish")),
   "checkpoint": ((Checkpointer, "_write"),),
+  "evaluation": ((evaluation, "evaluate"),),
+  "restore": ((Checkpointer, "restore"),),
 }
 """What a kill may fall into: the functions that do it."""
 BATCH_SIZE = 16
@@ -96,7 +98,7 @@ def windows_log(workdir: pathlib.Path) -> pathlib.Path:
 
 
 def watch_windows(workdir: pathlib.Path, place: str | None, occurrence: int, rng: random.Random) -> None:
-  """Logs the begin (+) and end (-) of every publication and checkpoint write; arranges for SIGKILL in one of them.
+  """Logs the begin (+) and end (-) of every call of `WINDOWS`; arranges for SIGKILL in one of them.
 
   Args:
     workdir: the run's folder.
@@ -142,8 +144,8 @@ def define_flags() -> None:
   flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
   flags.DEFINE_enum("schedule", "sync", ["sync", "lagged", "async"], "RunConfig.schedule.")
   flags.DEFINE_integer("num_steps", 12, "Learner steps.")
-  flags.DEFINE_enum("place", None, ["publication", "checkpoint"], "Where to die; not at all if not given.")
-  flags.DEFINE_integer("occurrence", 1, "At which publication or checkpoint of this process.")
+  flags.DEFINE_enum("place", None, list(WINDOWS), "Where to die; not at all if not given.")
+  flags.DEFINE_integer("occurrence", 1, "In which call of it by this process.")
   flags.DEFINE_integer("seed", 0, "Decides the moment within it.")
 
 
