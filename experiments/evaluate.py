@@ -11,7 +11,7 @@ from absl import app, flags, logging
 from experiments import config_flags
 from experiments.domains.factory import make_domain
 from sao_jax import config as config_lib
-from sao_jax import evaluation, loop
+from sao_jax import evaluation, exits, loop
 from sao_jax.components import Components
 from sao_jax.config import RunConfig
 from sao_jax.io import trajectories as trajectory_io
@@ -57,4 +57,5 @@ if __name__ == "__main__":
   flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
   flags.DEFINE_integer("episodes", None, "Held-out episodes; default: the run's eval_episodes.", lower_bound=1)
   flags.DEFINE_string("samples", None, "Append every evaluated trajectory to this JSONL file.")
-  app.run(main)
+  with exits.whatever_is_left():
+    app.run(main)

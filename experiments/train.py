@@ -16,9 +16,10 @@ from rich.table import Table
 from experiments import config_flags, plots
 from experiments.domains.factory import make_domain
 from sao_jax import config as config_lib
-from sao_jax import loop
+from sao_jax import exits, loop
 from sao_jax.config import RunConfig
 from sao_jax.guards import RunStoppedError
+from sao_jax.interrupts import Interrupted, Interrupts
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import CheckpointError
@@ -52,13 +53,16 @@ def main(argv: Sequence[str]) -> None:
   console = Console(quiet=not distributed.is_main_process())
   console.print(f"workdir {workdir}")
   try:
+    with Interrupts() as interrupts, interrupts.at_once():
+      domain = make_domain(config)
     summary = loop.train(
-      config, make_domain(config), workdir, run_stages=stages, console=console,
-      make_domain=functools.partial(make_domain, config),
-    )  # fmt: skip
+      config, domain, workdir, run_stages=stages, console=console, make_domain=functools.partial(make_domain, config)
+    )
     if summary is not None and distributed.is_main_process():
-      with workdir_lib.writing(workdir):
+      with workdir_lib.writing(workdir), Interrupts() as interrupts, interrupts.at_once():
         report(workdir, summary, console)
+  except Interrupted:
+    console.print("Stopped by a signal; the same command goes on from here.")
   except (workdir_lib.WorkdirError, CheckpointError, RunStoppedError, TooManyFailuresError) as error:
     sys.exit(f"train: {error}")  # What these say is all that a user needs: a traceback would bury it.
 
@@ -91,4 +95,5 @@ def success_table(summary: Mapping[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=config_flags.parser(RunConfig, default=DEFAULT_PRESET))
+  with exits.whatever_is_left():
+    app.run(main, flags_parser=config_flags.parser(RunConfig, default=DEFAULT_PRESET))

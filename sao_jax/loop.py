@@ -27,13 +27,14 @@ from sao_jax import evaluation, stages
 from sao_jax.components import Components
 from sao_jax.config import RunConfig, Stage
 from sao_jax.guards import RunStoppedError, UpdateGuard
+from sao_jax.interrupts import Interrupted, Interrupts
 from sao_jax.io import trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console
 from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import LearnerState
-from sao_jax.progress import Interrupted, Interrupts, Progress, Records
+from sao_jax.progress import Progress, Records
 from sao_jax.rollout.sources import BatchSource
 from sao_jax.sharding.distributed import is_main_process
 from sao_jax.types import Domain, Params, Trajectory
@@ -81,7 +82,9 @@ def train(
       stack.enter_context(workdir_lib.WorkdirLock(workdir))
       workdir_lib.write_or_check_config(workdir, config_lib.to_json(config), **config_lib.comparison(config))
     try:
-      with Components(config, domain, make_domain=make_domain) as parts:
+      with interrupts.at_once():
+        parts = Components(config, domain, make_domain=make_domain)
+      with parts:
         interrupts.share(parts.placement)
         where = (workdir, console, interrupts)
         policy = stages.warm_start(parts, *where, run="warm_start" in run_stages)
@@ -110,7 +113,8 @@ def reinforce(
   record, compared = config_lib.to_json(config), config_lib.comparison(config)
   with Checkpointer(workdir, config=record, **compared, **saving) as checkpointer:
     run = Run(parts, source, progress, guard, checkpointer)
-    start, state = run.restore() or (0, parts.init_state(policy, critic))
+    with interrupts.may_be_given_up():
+      start, state = run.restore() or (0, parts.init_state(policy, critic))
     with contextlib.closing(Records(workdir, restored_step=start, placement=parts.placement)) as records:
       evaluate = functools.partial(_evaluate, parts, records=records, console=console, interrupts=interrupts)
       evaluate(state, 0)
@@ -125,14 +129,17 @@ def reinforce(
         for step in range(start + 1, config.num_steps + 1):
           try:
             interrupts.check()
-            with interrupts.at_once(source.runs_on_caller):
+            saves = functools.partial(run.save_and_wait, step - 1, state)
+            with interrupts.at_once(source.runs_on_caller, rescue=saves):
               trajectories = source.next_batch(step - 1, interrupts.check_alone)
           except BaseException as error:  # a signal, too many failed episodes, an engine that broke
             # Several processes save together, and only of a signal do all of them know.
             if jax.process_count() == 1 or isinstance(error, Interrupted):
               run.save(step - 1, state)
             raise
-          state, row = _learn(parts, state, step, trajectories, source, progress, guard)
+          # The first step is compiled; what was there before it is in the last checkpoint, or in the stages' results.
+          with interrupts.may_be_given_up() if step == start + 1 else contextlib.nullcontext():
+            state, row = _learn(parts, state, step, trajectories, source, progress, guard)
           records.step(step, row)
           bar.advance(note=progress.note(row))
           if step % config.checkpoint.every_steps == 0 or step == config.num_steps:
@@ -143,6 +150,7 @@ def reinforce(
           except RunStoppedError:
             run.save(step, state)
             raise
+      checkpointer.wait()  # what is evaluated is there, whatever becomes of the evaluation
       evaluate(state, config.num_steps)
   return _summarise(parts, workdir, progress, source)
 
@@ -217,6 +225,11 @@ class Run:
     # Several processes write their shards together, with barriers that are programs on the devices.
     with self.parts.placement.dispatching() if jax.process_count() > 1 else contextlib.nullcontext():
       self.checkpointer.save(step, tree, host, host_arrays=host_arrays, metric=metric)
+
+  def save_and_wait(self, step: int, state: LearnerState) -> None:
+    """As `save`; returns when all is written."""
+    self.save(step, state)
+    self.checkpointer.wait()
 
 
 def _checkpoint_tree(state: LearnerState, old_weights: list[Params]) -> dict[str, Any]:

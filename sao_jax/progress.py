@@ -1,18 +1,12 @@
-"""What a step looked like from outside: the metrics row, busy fractions, and signals that ask for an end."""
+"""What a step looked like from outside: the metrics row and busy fractions."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pathlib
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from sao_jax.components import Components
@@ -147,79 +141,3 @@ class Records:
     for writer in (self._metrics, self._samples):
       if writer is not None:
         writer.close()
-
-
-_STDERR = 2
-
-
-class Interrupted(BaseException):
-  """A signal asked the run to save and end. Not an `Exception`: a user's code that catches those must not stop it."""
-
-
-class Interrupts:
-  """SIGINT and SIGTERM ask for an end: `check` raises `Interrupted`, and inside `at_once` the signal itself does.
-
-  After the first signal SIGINT has its default action again: a second one ends the process at once, whatever it does.
-  Outside the main thread signals cannot be handled: nothing is changed there, and `requested` stays False.
-  """
-
-  def __init__(self) -> None:
-    self.requested = False
-    self._placement: Placement | None = None
-    self._raise = False
-    self._previous: dict[signal.Signals, Any] = {}
-
-  def share(self, placement: Placement) -> None:
-    """From here on a signal to one process is a signal to all."""
-    self._placement = placement
-
-  def anywhere(self) -> bool:
-    """Whether a signal has come, to any process: all of them must ask."""
-    return self.requested if self._placement is None else any(self._placement.exchange(self.requested))
-
-  def check(self) -> None:
-    """Raises `Interrupted` if a signal has come, to any process: all of them must call it."""
-    if self.anywhere():
-      raise Interrupted
-
-  def check_alone(self) -> None:
-    """As `check`, where no other process can be asked: with several it does nothing."""
-    if self.requested and jax.process_count() == 1:
-      raise Interrupted
-
-  @contextlib.contextmanager
-  def at_once(self, enabled: bool = True) -> Iterator[None]:
-    """Inside, a signal raises `Interrupted` wherever the main thread stands: in a tool that takes minutes, say.
-
-    Only around what may end at any point, leaving nothing behind that is used later. With several processes a signal
-    waits for the next `check`: they end together.
-    """
-    try:
-      self._raise = enabled and jax.process_count() == 1
-      self.check_alone()
-      yield
-    finally:
-      self._raise = False
-
-  def _handle(self, number: int, frame: FrameType | None) -> None:
-    if not self.requested:
-      self.requested = True
-      signal.signal(signal.SIGINT, signal.SIG_DFL)
-      with contextlib.suppress(OSError):  # nobody may be listening
-        # Not `print`: the signal may have come in the middle of one.
-        os.write(_STDERR, b"Saving; then the run ends. Ctrl-C ends it at once.\n")
-    if self._raise:
-      self._raise = False
-      raise Interrupted
-
-  def __enter__(self) -> Interrupts:
-    if threading.current_thread() is threading.main_thread():
-      for number in (signal.SIGINT, signal.SIGTERM):
-        self._previous[number] = signal.signal(number, self._handle)
-    return self
-
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)

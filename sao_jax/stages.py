@@ -6,18 +6,24 @@ Each stage's result is a checkpoint in `<workdir>/stages/<stage>/`; where it is 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
+import logging
 import pathlib
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from sao_jax import config as config_lib
 from sao_jax.components import Components
+from sao_jax.config import Stage
+from sao_jax.guards import RunStoppedError
+from sao_jax.interrupts import Interrupted, Interrupts
+from sao_jax.io import trajectory_arrays
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console
 from sao_jax.learner import (
@@ -31,13 +37,15 @@ from sao_jax.learner import (
   pack_batch,
   parameter_report,
 )
-from sao_jax.progress import Interrupts
-from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest, encode_text
+from sao_jax.sharding.distributed import is_main_process
 from sao_jax.types import Params, Trajectory
 
-_PARTIAL = "warm_start/partial"
 PRETRAINING_SEED = 2**31 + 1
 """Sampling noise of the trajectories that the value model is pretrained on."""
+_POLL_S = 0.5
+
+_log = logging.getLogger(__name__)
 
 
 def warm_start(
@@ -52,9 +60,11 @@ def warm_start(
     interrupts: a signal saves what there is and raises `Interrupted`.
     run: False raises ValueError if there is no result yet.
   """
-  policy = parts.init_policy()
+  with interrupts.at_once():
+    policy = parts.init_policy()
   with _stage_checkpointer(parts, workdir, "warm_start") as checkpointer:
     if (restored := checkpointer.restore(policy)) is not None:
+      _remove_partial(workdir, "warm_start")
       return restored.state
     _require_run(run, "warm_start", workdir)
     settings = parts.config.warm_start
@@ -63,7 +73,7 @@ def warm_start(
     if settings.num_steps:
       policy, seconds = _imitate(parts, policy, workdir, console, interrupts)
     checkpointer.save(settings.num_steps, policy, {"seconds": seconds})
-  shutil.rmtree(_partial(workdir), ignore_errors=True)  # of a run that was stopped within the stage
+  _remove_partial(workdir, "warm_start")
   return policy
 
 
@@ -80,54 +90,91 @@ def _imitate(
   rng = np.random.default_rng((parts.config.seed, 1))
   start, began = 0, time.monotonic()
   with (
-    _stage_checkpointer(parts, workdir, _PARTIAL) as checkpointer,
+    _stage_checkpointer(parts, workdir, "warm_start/partial") as checkpointer,
     console.stage("warm start", settings.num_steps) as bar,
-    concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="demonstrations") as ahead,
   ):
     if (restored := checkpointer.restore(state)) is not None:
       start, state = restored.step, restored.state
       rng.bit_generator.state = restored.host["rng"]
       began -= restored.host["seconds"]
       bar.advance(start)
-    batches = _demonstrations(parts, rng)
-    coming = ahead.submit(next, batches)
-    before = None
-    for i in range(start + 1, settings.num_steps + 1):
-      batch, packed = pack_batch(learner, coming.result()[0])
-      coming = ahead.submit(next, batches)
-      state, report = step(state, batch, np.int32(packed.num_microbatches))
-      # One step ahead of the device and no more: a signal must not find a long queue of steps before it.
-      jax.block_until_ready(before)
-      before = report["loss"]
-      # The loss is fetched now and then only: fetching waits for the device.
-      note = f"loss {float(report['loss']):.3f}" if i % settings.log_every == 0 else None
-      bar.advance(note=note)
-      if i < settings.num_steps and (interrupts.anywhere() or i % settings.save_every == 0):
-        checkpointer.save(i, state, {"rng": coming.result()[1], "seconds": time.monotonic() - began})
-        interrupts.check()
+    before, drawn = None, dict(rng.bit_generator.state)
+
+    def save(i: int) -> None:
+      checkpointer.save(i, state, {"rng": drawn, "seconds": time.monotonic() - began})
+
+    with contextlib.closing(_Ahead(_demonstrations(parts, rng))) as ahead:
+      for i in range(start + 1, settings.num_steps + 1):
+        if (made := ahead.next(interrupts)) is None:  # a signal, while a demonstration takes its time
+          if i > start + 1:
+            save(i - 1)
+          raise Interrupted
+        demonstrations, drawn = made
+        batch, packed = pack_batch(learner, demonstrations)
+        with interrupts.at_once() if i == start + 1 else contextlib.nullcontext():  # it compiles, and nothing is lost
+          state, report = step(state, batch, np.int32(packed.num_microbatches))
+        # One step ahead of the device and no more: a signal must not find a long queue of steps before it.
+        jax.block_until_ready(before)
+        before = report["loss"]
+        # The loss is fetched now and then only: fetching waits for the device.
+        note = f"loss {float(report['loss']):.3f}" if i % settings.log_every == 0 else None
+        bar.advance(note=note)
+        if i < settings.num_steps and (interrupts.anywhere() or i % settings.save_every == 0):
+          save(i)
+          interrupts.check()
   if skipped := int(state.skipped):
     console.print(f"{skipped} of {settings.num_steps} updates of the warm start were skipped: not finite, or no token")
   return state.params, time.monotonic() - began
 
 
-def _demonstrations(parts: Components, rng: np.random.Generator) -> Iterator[tuple[list[Trajectory], dict[str, Any]]]:
-  """Batches of demonstrations without end, of tasks in random order, each with the generator's state before it."""
+Demonstrations: TypeAlias = tuple[list[Trajectory], dict[str, Any]]
+"""A batch, and the state of the generator of random numbers after it."""
+
+
+class _Ahead:
+  """Makes the next batch on a thread while the learner is at the last one."""
+
+  def __init__(self, batches: Iterator[Demonstrations]):
+    self._batches = batches
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="demonstrations")
+    self._coming = self._pool.submit(next, batches)
+
+  def next(self, interrupts: Interrupts) -> Demonstrations | None:
+    """The next batch; None if a signal comes first (to a lone process)."""
+    while not self._coming.done():
+      concurrent.futures.wait([self._coming], _POLL_S)
+      if interrupts.requested and jax.process_count() == 1:
+        return None
+    made = self._coming.result()
+    self._coming = self._pool.submit(next, self._batches)
+    return made
+
+  def close(self) -> None:
+    """Does not wait for what is being made."""
+    self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _demonstrations(parts: Components, rng: np.random.Generator) -> Iterator[Demonstrations]:
+  """Batches without end, of tasks in random order."""
   domain, settings = parts.domain, parts.config.warm_start
   if domain.demonstrate is None:
     steps = settings.num_steps
     raise ValueError(f"warm_start.num_steps must be 0 for a domain without demonstrations; received {steps}.")
   demonstrate = domain.demonstrate
   while True:
-    before = dict(rng.bit_generator.state)
     tasks = rng.integers(domain.num_train_tasks, size=settings.batch_size)
-    yield [encode_demonstration(parts, demonstrate(int(t), rng), index=i) for i, t in enumerate(tasks)], before
+    batch = [encode_demonstration(parts, demonstrate(int(t), rng), index=i) for i, t in enumerate(tasks)]
+    yield batch, dict(rng.bit_generator.state)
 
 
 def encode_demonstration(parts: Components, pieces: Sequence[tuple[str, bool]], *, index: int = 0) -> Trajectory:
   """A demonstration's pieces of (text, is_action) as a trajectory, each piece tokenised by itself, as in a rollout."""
-  ids = [parts.domain.tokenizer.encode(text) for text, _ in pieces]
+  try:
+    ids = [encode_text(parts.domain.tokenizer, text) for text, _ in pieces]
+  except EpisodeFailure as error:
+    raise ValueError(f"demonstration {index} of a batch: {error}") from error
   mask = [is_action for piece, (_, is_action) in zip(ids, pieces, strict=True) for _ in piece]
-  return demonstration_trajectory(np.asarray([i for piece in ids for i in piece]), np.asarray(mask), index=index)
+  return demonstration_trajectory(np.concatenate(ids), np.asarray(mask), index=index)
 
 
 def value_pretraining(
@@ -140,67 +187,127 @@ def value_pretraining(
   run: bool = True,
 ) -> Params | None:
   """Stage 2: the value model is fitted to trajectories of the initial policy (METHOD 3.2; a cold critic is a
-  bottleneck). After a signal, which raises `Interrupted`, the stage starts anew.
+  bottleneck). After a signal, which raises `Interrupted`, the stage goes on where it was.
 
   Returns:
     The value model's parameters; None for algorithms without one.
   """
-  critic = parts.init_critic(policy)
+  with interrupts.at_once():
+    critic = parts.init_critic(policy)
   if critic is None:
     return None
   with _stage_checkpointer(parts, workdir, "value_pretraining") as checkpointer:
     if (restored := checkpointer.restore(critic)) is not None:
+      _remove_partial(workdir, "value_pretraining")
       return restored.state
     _require_run(run, "value_pretraining", workdir)
-    began = time.monotonic()
     settings = parts.config.critic
     console.print(parameter_report(critic, parts.config.learner.frozen_critic, title="critic"))
+    seconds = 0.0
     if settings.pretraining_trajectories:
-      with interrupts.at_once():
-        trajectories = _initial_trajectories(parts, policy, console)
-      critic = _fit_values(parts, policy, critic, trajectories, console, interrupts)
-    checkpointer.save(settings.pretraining_trajectories, critic, {"seconds": time.monotonic() - began})
+      critic, seconds = _fit_values(parts, policy, critic, workdir, console, interrupts)
+    checkpointer.save(settings.pretraining_trajectories, critic, {"seconds": seconds})
+  _remove_partial(workdir, "value_pretraining")
   return critic
 
 
-def _initial_trajectories(parts: Components, policy: Params, console: Console) -> list[Trajectory]:
-  count = parts.config.critic.pretraining_trajectories
-  weights = parts.placement.for_engine(policy)
-  tasks = np.random.default_rng((parts.config.seed, 2)).integers(parts.domain.num_train_tasks, size=count)
-  requests = [EpisodeRequest(task_index=int(task), episode_id=i, group_id=i) for i, task in enumerate(tasks)]
-  done = []
-  with console.stage("initial trajectories", count) as bar:
-    for trajectory in parts.rollouts.generate(lambda _: (weights, 0), requests, seed=PRETRAINING_SEED):
-      done.append(trajectory)
-      bar.advance()
-  return sorted(done, key=lambda x: x.episode_id)  # Completion order depends on the machine's speed; this does not.
+def _initial_trajectories(
+  parts: Components, policy: Params, workdir: pathlib.Path, console: Console, interrupts: Interrupts
+) -> list[Trajectory]:
+  """Trajectories of the initial policy, in the order of their numbers; those of a run that was stopped are kept."""
+  config = parts.config
+  count = config.critic.pretraining_trajectories
+  path = workdir / "stages" / "value_pretraining" / "partial" / "initial_trajectories.safetensors"
+  unfinished = path.with_name(f"unfinished_{path.name}")
+  found = parts.placement.exchange([path.exists(), unfinished.exists()])[0]
+  done = _read_if_whole(path if found[0] else unfinished) if any(found) else []
+  if found[0] and done:
+    return done
+
+  def keep() -> None:
+    # Elsewhere they are all made again: beside other neighbours the rest might differ in its last bits.
+    if done and config.schedule == "async":
+      trajectory_arrays.save(unfinished, trajectory_arrays.to_arrays(list(done)))
+
+  with interrupts.at_once(rescue=keep):
+    weights = parts.placement.for_engine(policy)
+  tasks = np.random.default_rng((config.seed, 2)).integers(parts.domain.num_train_tasks, size=count)
+  known = {x.episode_id for x in done}
+  requests = [
+    EpisodeRequest(task_index=int(task), episode_id=i, group_id=i) for i, task in enumerate(tasks) if i not in known
+  ]
+  try:
+    with console.stage("initial trajectories", count) as bar, interrupts.at_once(rescue=keep):
+      bar.advance(len(done))
+      for trajectory in parts.rollouts.generate(lambda _: (weights, 0), requests, seed=PRETRAINING_SEED):
+        done.append(trajectory)
+        bar.advance()
+  except Interrupted:
+    keep()
+    raise
+  done.sort(key=lambda x: x.episode_id)  # Completion order depends on the machine's speed; this does not.
+  if is_main_process():
+    trajectory_arrays.save(path, trajectory_arrays.to_arrays(done))
+  return done
+
+
+def _read_if_whole(path: pathlib.Path) -> list[Trajectory]:
+  try:
+    return trajectory_arrays.read(path)
+  except ValueError as error:
+    _log.warning("Damaged, and made again: %s", error)
+    return []
 
 
 def _fit_values(
   parts: Components,
   policy: Params,
   critic: Params,
-  trajectories: list[Trajectory],
+  workdir: pathlib.Path,
   console: Console,
   interrupts: Interrupts,
-) -> Params:
+) -> tuple[Params, float]:
+  """The critic's updates, going on from what an earlier run saved of them. Returns the critic, and the seconds."""
   config = parts.config
   learner = config_lib.pretraining_learner(config)
   assert parts.value_apply is not None  # or there would be no critic to fit
   step = parts.placement.step(make_critic_step(learner, parts.value_apply, num_updates=1, jit=False))
-  state: LearnerState = parts.placement.make(functools.partial(init_state, learner), policy, critic)
-  rng = np.random.default_rng((config.seed, 3))
-  size = min(config.batch_size, len(trajectories))
-  batches = len(trajectories) // size
-  with console.stage("value pretraining", config.critic.pretraining_epochs * batches) as bar:
-    for _ in range(config.critic.pretraining_epochs):
-      order = rng.permutation(len(trajectories))
-      for i in range(batches):
-        batch, packed = pack_batch(learner, [trajectories[j] for j in order[i * size : (i + 1) * size]])
-        state, report = step(state, batch, np.int32(packed.num_microbatches))
+  start, began = 0, time.monotonic()
+  with _stage_checkpointer(parts, workdir, "value_pretraining/partial") as checkpointer:
+    trajectories = _initial_trajectories(parts, policy, workdir, console, interrupts)
+    if not trajectories:
+      count = config.critic.pretraining_trajectories
+      raise RunStoppedError(
+        f"None of {count} episodes for value pretraining gave a trajectory: see the warnings above."
+      )
+    rng = np.random.default_rng((config.seed, 3))
+    orders = [rng.permutation(len(trajectories)) for _ in range(config.critic.pretraining_epochs)]
+    size = min(config.batch_size, len(trajectories))
+    batches = len(trajectories) // size
+    with interrupts.at_once():
+      state: LearnerState = parts.placement.make(functools.partial(init_state, learner), policy, critic)
+    if (restored := checkpointer.restore(_without_policy(state))) is not None:
+      start = restored.step
+      state = restored.state._replace(policy=state.policy, policy_opt=state.policy_opt)
+      began -= restored.host["seconds"]
+    with console.stage("value pretraining", len(orders) * batches) as bar:
+      bar.advance(start)
+      for i in range(start + 1, len(orders) * batches + 1):
+        epoch, place = divmod(i - 1, batches)
+        chosen = orders[epoch][place * size : (place + 1) * size]
+        batch, packed = pack_batch(learner, [trajectories[j] for j in chosen])
+        with interrupts.at_once() if i == start + 1 else contextlib.nullcontext():  # it compiles, and nothing is lost
+          state, report = step(state, batch, np.int32(packed.num_microbatches))
         bar.advance(note=f"explained variance {float(report['explained_variance_before']):.2f}")
-        interrupts.check()
-  return state.critic
+        if interrupts.anywhere() or i % config.warm_start.save_every == 0:
+          checkpointer.save(i, _without_policy(state), {"seconds": time.monotonic() - began})
+          interrupts.check()
+  return state.critic, time.monotonic() - began
+
+
+def _without_policy(state: LearnerState) -> LearnerState:
+  """What of a state value pretraining changes."""
+  return state._replace(policy=None, policy_opt=None)
 
 
 def stage_seconds(parts: Components, workdir: pathlib.Path) -> dict[str, float]:
@@ -223,8 +330,10 @@ def _stage_checkpointer(
   )  # fmt: skip
 
 
-def _partial(workdir: pathlib.Path) -> pathlib.Path:
-  return workdir / "stages" / _PARTIAL
+def _remove_partial(workdir: pathlib.Path, stage: Stage) -> None:
+  """What a run that was stopped within the stage went on from: the stage has its result now."""
+  if is_main_process():
+    shutil.rmtree(workdir / "stages" / stage / "partial", ignore_errors=True)
 
 
 def _require_run(run: bool, stage: str, workdir: pathlib.Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import os
 import pathlib
 import signal
@@ -20,9 +22,10 @@ import pytest
 from sao_jax import loop, stages
 from sao_jax.components import Components
 from sao_jax.config import CriticConfig, RunConfig, WarmStartConfig
+from sao_jax.interrupts import Interrupted, Interrupts
+from sao_jax.io import trajectory_arrays
 from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import learner_config
-from sao_jax.progress import Interrupted, Interrupts
 from sao_jax.rollout import sources
 from sao_jax.types import Domain, Step
 from tests.bare_run import BusyEnv, bare, busy_domain
@@ -135,15 +138,98 @@ def test_in_the_warm_start_it_goes_on_where_it_was(tmp_path: pathlib.Path) -> No
 
 
 def test_in_the_value_pretraining_nothing_is_left_behind(tmp_path: pathlib.Path) -> None:
-  learner = learner_config("sao", eps_low=0.3, eps_high=5.0, **LEARNER)
-  config = bare(algorithm="sao", learner=learner, critic=CriticConfig(pretraining_trajectories=32))
-  stop(Gate(20, signal.SIGTERM), config, tmp_path)
+  stop(Gate(20, signal.SIGTERM), pretraining(), tmp_path)
   assert list((tmp_path / "stages/value_pretraining/checkpoints").iterdir()) == []
+
+
+def pretraining(**changes: Any) -> RunConfig:
+  learner = learner_config("sao", eps_low=0.3, eps_high=5.0, **LEARNER)
+  return bare(algorithm="sao", learner=learner, critic=CriticConfig(pretraining_trajectories=32), **changes)
+
+
+def test_the_fit_of_values_goes_on_where_it_was(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+  config, stopped, whole = pretraining(), tmp_path / "stopped", tmp_path / "whole"
+  run = functools.partial(loop.train, config, run_stages=("warm_start", "value_pretraining"))
+  asked = 0
+  original = Interrupts.anywhere
+
+  def anywhere(self: Interrupts) -> bool:
+    nonlocal asked
+    asked += 1
+    self.requested = self.requested or asked == 3
+    return original(self)
+
+  monkeypatch.setattr(Interrupts, "anywhere", anywhere)
+  assert run(busy_domain(), stopped) is None and asked == 4  # the fourth time is `check`, which raises
+
+  class Forbidden(BusyEnv):
+    def reset(self, task_index: int) -> str:
+      raise AssertionError("the trajectories were there")
+
+  run(busy_domain(Forbidden), stopped)
+  assert asked == 4 + 8 - 3  # updates: two batches in each of four epochs, three of them done before
+  assert not (stopped / "stages/value_pretraining/partial").exists()
+  run(busy_domain(), whole)
+  again, expected = (stage_result("value_pretraining", config, path) for path in (stopped, whole))
+  jax.tree.map(np.testing.assert_array_equal, again, expected)
+
+
+def test_finished_initial_trajectories_are_kept_in_async(tmp_path: pathlib.Path) -> None:
+  config = pretraining(schedule="async")
+  stop(Gate(20, signal.SIGTERM), config, tmp_path)
+  (path,) = (tmp_path / "stages/value_pretraining/partial").glob("*.safetensors")
+  kept = {x.episode_id for x in trajectory_arrays.read(path)}
+  resets = 0
+
+  class Counted(BusyEnv):
+    def reset(self, task_index: int) -> str:
+      nonlocal resets
+      resets += 1
+      return super().reset(task_index)
+
+  loop.train(config, busy_domain(Counted), tmp_path, run_stages=("value_pretraining",))
+  assert kept and resets == 32 - len(kept)
+
+
+def test_a_demonstration_that_hangs_does_not_keep_the_run(tmp_path: pathlib.Path) -> None:
+  config = bare(warm_start=WarmStartConfig(num_steps=30, batch_size=4))
+  opened, calls = threading.Event(), itertools.count(1)
+  usual = tiny_domain().demonstrate
+  assert usual is not None
+
+  def demonstrate(task: int, rng: np.random.Generator) -> Any:
+    if next(calls) == 40:
+      threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM)).start()
+      opened.wait(120.0)
+    return usual(task, rng)
+
+  began = time.monotonic()
+  domain = dataclasses.replace(busy_domain(), demonstrate=demonstrate)
+  assert loop.train(config, domain, tmp_path, run_stages=("warm_start",)) is None
+  assert time.monotonic() - began < 100
+  opened.set()
+  saved = tmp_path / "stages/warm_start/partial/checkpoints"
+  assert [path.name for path in saved.iterdir()] == ["9"]
+
+
+@pytest.mark.parametrize("ids", [[10**6], [-1], [1.5]])
+def test_demonstrations_that_are_no_tokens_of_the_vocabulary_are_refused(ids: Any, tmp_path: pathlib.Path) -> None:
+  domain = busy_domain()
+
+  class Wrong(type(domain.tokenizer)):  # type: ignore[misc]
+    def encode(self, text: str) -> Any:
+      return ids
+
+  with pytest.raises(ValueError, match=r"demonstration 0 of a batch: (token ids must be in|a tokenizer must give)"):
+    loop.train(
+      bare(warm_start=WarmStartConfig(num_steps=2, batch_size=4)), dataclasses.replace(domain, tokenizer=Wrong()),
+      tmp_path,
+    )  # fmt: skip
 
 
 STUBBORN = """
 import time
-from sao_jax.progress import Interrupts
+from sao_jax.interrupts import Interrupts
 with Interrupts():
   print("ready", flush=True)
   while True:

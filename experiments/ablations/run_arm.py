@@ -16,8 +16,8 @@ from experiments.domains.factory import make_domain
 from sao_jax import loop, models, stages
 from sao_jax.components import Components
 from sao_jax.config import RunConfig
+from sao_jax.interrupts import Interrupts
 from sao_jax.io.console import Console
-from sao_jax.progress import Interrupts
 
 
 def base_config(factory: str, *, quick: bool) -> RunConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,6 +21,9 @@ from sao_jax.types import CachedPolicy, Environment, Params, Step, Trajectory
 
 _CHARS_PER_TOKEN = 12
 """Digits of an id and a blank, and room."""
+_STOP_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -252,7 +256,9 @@ class Completions:
   def __exit__(self, *_: object) -> None:
     """Ends the engine; what was asked for and is not there fails."""
     try:
-      self._thread.stop()
+      self._thread.stop(_STOP_S)
+    except TimeoutError as error:
+      _log.warning("%s It is left behind.", error)  # compiling, say; it ends with the process
     finally:
       self._engine.close()
       with self._lock:

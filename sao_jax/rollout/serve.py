@@ -17,7 +17,7 @@ import pathlib
 import signal
 from collections.abc import Sequence
 
-from sao_jax import models
+from sao_jax import exits, models
 from sao_jax.models import ModelConfig
 from sao_jax.rollout.completions import Completions
 from sao_jax.rollout.config import EngineConfig
@@ -140,4 +140,5 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-  main()
+  with exits.whatever_is_left():
+    main()

@@ -1,0 +1,165 @@
+"""Signals that come while the main thread is in a call that does not return: each in a process of its own."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# No signal interrupts this call: like a compiler it runs without Python for minutes.
+STUCK = """
+import hashlib, os, signal, sys, threading, time
+def stuck(rounds=2**31 - 1):
+  print("stuck", flush=True)
+  hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+def fails():
+  raise OSError("disk full")
+"""
+INTERRUPTS = """
+from sao_jax import interrupts
+interrupts._PATIENCE_S = 0.5
+"""
+# Without the package, whose import takes seconds.
+EXITS = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("exits", {str(ROOT / "sao_jax" / "exits.py")!r})
+exits = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(exits)
+exits._PATIENCE_S = 0.2
+"""
+
+
+def send(program: str, *numbers: signal.Signals, pause_s: float = 0.2) -> tuple[int, str, str, float]:
+  """Runs `program` until it is stuck, sends signals; returns exit code, what it printed, and the seconds it took."""
+  command = [sys.executable, "-c", STUCK + program]
+  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"stuck\n"
+    began = time.monotonic()
+    for number in numbers:
+      time.sleep(pause_s)
+      process.send_signal(number)
+    try:
+      out, err = process.communicate(timeout=60)
+    finally:
+      process.kill()
+    return process.returncode, out.decode(), err.decode(), time.monotonic() - began
+
+
+def test_what_can_be_given_up_is_saved_and_given_up() -> None:
+  program = "with interrupts.Interrupts() as i, i.at_once(rescue=lambda: print('saved')): stuck()"
+  code, out, err, seconds = send(INTERRUPTS + program, signal.SIGTERM)
+  assert (code, out) == (0, "saved\n") and "given up" in err and seconds < 30
+
+
+def test_an_exception_that_python_loses_is_raised_again() -> None:
+  program = """
+import gc
+interrupts._PATIENCE_S, interrupts._AGAIN_S = 60, 0.5
+def callback(phase, info):
+  if phase == "start":
+    print("stuck", flush=True)
+    time.sleep(1)
+gc.disable()
+gc.callbacks.append(callback)
+try:
+  with interrupts.Interrupts() as i, i.at_once():
+    gc.collect(0)
+    gc.callbacks.remove(callback)
+    print("lost", flush=True)
+    time.sleep(60)
+except interrupts.Interrupted:
+  print("ended")
+"""
+  code, out, err, seconds = send(INTERRUPTS + program, signal.SIGTERM)
+  assert code == 0 and out.split() == ["lost", "ended"] and "Exception ignored" in err and seconds < 30
+
+
+def test_a_rescue_that_fails_is_told() -> None:
+  program = "with interrupts.Interrupts() as i, i.at_once(rescue=fails): stuck()"
+  code, _, err, _ = send(INTERRUPTS + program, signal.SIGINT)
+  assert code == 1 and "disk full" in err
+
+
+def test_a_second_ctrl_c_ends_what_does_not_return() -> None:
+  code, out, _, seconds = send(INTERRUPTS + "with interrupts.Interrupts() as i: stuck()", *[signal.SIGINT] * 2)
+  assert (code, out) == (130, "") and seconds < 30
+
+
+def test_what_may_not_be_given_up_is_waited_for() -> None:
+  program = """
+with interrupts.Interrupts() as i:
+  with i.may_be_given_up():
+    pass
+  stuck(3_000_000)
+  time.sleep(1)
+  try:
+    i.check()
+  except interrupts.Interrupted:
+    print("saved")
+"""
+  code, out, _, _ = send(INTERRUPTS + program, signal.SIGTERM, pause_s=0.0)
+  assert (code, out) == (0, "saved\n")
+
+
+def test_a_forked_child_is_not_the_run() -> None:
+  """Its signals are its own, and the run's end does not wait for it."""
+  program = """
+with interrupts.Interrupts() as i, i.at_once():
+  stuck(1)
+  children = []
+  for _ in range(2):
+    if not (child := os.fork()):
+      print("started", flush=True)
+      signal.pause()
+    children.append(child)
+  time.sleep(0.5)
+  os.kill(children[0], signal.SIGTERM)
+  print(os.WTERMSIG(os.waitpid(children[0], 0)[1]), flush=True)
+  time.sleep(1.5)
+  print(i.requested, flush=True)
+print("over", flush=True)
+os.kill(children[1], signal.SIGKILL)
+"""
+  code, out, _, _ = send(INTERRUPTS + program)
+  assert code == 0 and out.split() == ["started", "started", "15", "False", "over"]
+
+
+@pytest.mark.parametrize(
+  ("end", "code", "told"),
+  [
+    ("", 0, "begun"),
+    ("sys.exit(3)", 3, "begun"),
+    ("sys.exit('no disk')", 1, "no disk"),
+    ("raise ValueError('wrong')", 1, "ValueError: wrong"),
+  ],
+)
+@pytest.mark.parametrize("daemon", [False, True])
+def test_threads_that_are_left_do_not_keep_the_process(end: str, code: int, told: str, daemon: bool) -> None:
+  """One that an environment began, or one of ours that hangs (compiling: the interpreter's end would abort)."""
+  program = f"""
+with exits.whatever_is_left():
+  name = "sao_jax-env" if {daemon} else "begun"
+  threading.Thread(target=time.sleep, args=(600,), name=name, daemon={daemon}).start()
+  print("stuck", flush=True)
+  print("out")
+  {end}
+"""
+  found, out, err, seconds = send(EXITS + program)
+  assert found == code and "out" in out and told.replace("begun", "given up") in err and seconds < 30
+
+
+def test_a_process_without_such_threads_ends_as_usual() -> None:
+  program = """
+import atexit
+atexit.register(print, "as usual")
+with exits.whatever_is_left():
+  print("stuck", flush=True)
+  sys.exit(4)
+"""
+  assert send(EXITS + program)[:2] == (4, "as usual\n")
