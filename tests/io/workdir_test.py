@@ -122,6 +122,6 @@ def test_files_links_and_folders_in_the_way_are_named(make, name, tmp_path):
     (folder / name).mkdir(parents=True)
   else:
     make(folder)
-  with pytest.raises(workdir.WorkdirError, match="Cannot write to workdir"), workdir.writing(folder):
-    workdir.WorkdirLock(folder)
+  refused = pytest.raises(workdir.WorkdirError, match="Cannot write to workdir")
+  with refused, workdir.writing(folder), workdir.WorkdirLock(folder):
     metrics.MetricsWriter(folder)
