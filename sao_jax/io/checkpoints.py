@@ -310,7 +310,7 @@ class Checkpointer:
   def _remove(self, step: int, suffix: str) -> None:
     """Puts a checkpoint aside in one rename (a kill leaves no half-deleted one); then deletes it unless damaged."""
     aside = self.path(step).with_name(f"{step}{suffix}")
-    _delete(aside)
+    workdir_lib.delete(aside)
     self.path(step).rename(aside)
     if suffix == _DELETED:
       shutil.rmtree(aside)
@@ -320,7 +320,7 @@ class Checkpointer:
       if warn and _PARTIAL in path.name:
         logging.warning("Checkpoint %s was being written when its run ended; it is removed.", path)
       if _PARTIAL in path.name or path.name.endswith(_DELETED):
-        _delete(path)
+        workdir_lib.delete(path)
 
   def _read_body(self, step: int) -> dict[str, Any]:
     restored = self._orbax.restore(self.path(step), args=ocp.args.Composite(host=ocp.args.JsonRestore()))
@@ -363,14 +363,6 @@ class Checkpointer:
     args = ocp.args.PyTreeRestore(item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested))
     tree: dict[str, Any] = self._orbax.restore(self.path(step), args=ocp.args.Composite(state=args))["state"]
     return tree
-
-
-def _delete(path: pathlib.Path) -> None:
-  """Deletes whatever is there: a folder, a file, a link (not what it points to)."""
-  if path.is_dir() and not path.is_symlink():
-    shutil.rmtree(path)
-  else:
-    path.unlink(missing_ok=True)
 
 
 def _series(release: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
@@ -214,3 +215,11 @@ def _differences(
   if recorded == current and isinstance(recorded, bool) == isinstance(current, bool):
     return []
   return [f"{prefix or 'config'}: recorded {json.dumps(recorded)}, now {json.dumps(current)}"]
+
+
+def delete(path: pathlib.Path) -> None:
+  """Deletes whatever is there: a folder, a file, a link (not what it points to)."""
+  if path.is_dir() and not path.is_symlink():
+    shutil.rmtree(path)
+  else:
+    path.unlink(missing_ok=True)
