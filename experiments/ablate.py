@@ -2,13 +2,15 @@
 
 Every arm starts, seed by seed, from the same warm-started policy and differs in what the suite compares only; see
 `experiments/ablations/suites.py`. Runs go through processes of their own, `--jobs` at a time; the same command goes on
-where it stopped. In the workdir come `SUITE.csv` (a row per learner step and evaluation), `SUITE.md` (means with 95 %
-bootstrap intervals over seeds, paired differences to SAO) and `SUITE.png`.
+where it stopped, and an arm that several suites have is run once per workdir. In `WORKDIR/SUITE` come `SUITE.csv` (a
+row per learner step and evaluation), `SUITE.md` (means with 95 % bootstrap intervals over seeds, paired differences to
+SAO) and `SUITE.png`.
 
-    --tune     first tries each arm at the same learning rates of the policy, on a seed of its own and a quarter of the
-               steps, and goes on with the best (`tuned_SUITE.json`)
+    --tune     first tries each arm at the same learning rates of the policy, on a seed of its own and part of the
+               steps, and goes on with the best (`tuned.json`); an arm at several lags is tuned once, at the base's
     --quick    every stage of every arm in minutes, at a size at which nothing is learned
     --base     the run that all arms share: another size is another base
+    --report   runs nothing: makes tables and plots of all suites in the workdir anew from their CSV files
 """
 
 from __future__ import annotations
@@ -24,13 +26,19 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from experiments.ablations import results, run_arm, suites
+from experiments.ablations import report, results, run_arm, suites
 from experiments.ablations.suites import Arm
+from sao_jax import config as config_lib
+from sao_jax.io import metrics as metrics_io
+from sao_jax.io import workdir as workdir_lib
 
-DEFAULT_BASE = "experiments.presets.tool_math_cpu:make_config"
-LEARNING_RATES = (1e-4, 3e-4, 1e-3)
+DEFAULT_BASE = "experiments.presets.ablation_cpu:make_config"
+LEARNING_RATES = (5e-4, 1e-3, 2e-3)
 TUNING_SEED = 10_000
-TUNING_SHARE = 0.25
+TUNING_SHARE = 0.4
+"""Of the base's steps."""
+TUNING_END = 0.4
+"""Share of a tuning run's steps, at its end, whose training success decides."""
 
 
 class Runner:
@@ -39,63 +47,85 @@ class Runner:
   Args:
     suite: its name.
     base: `module:function` of the base run.
-    workdir: where everything goes.
+    workdir: where everything goes; suites that share it share starts, learning rates and runs.
     quick: the small size.
     jobs: processes at a time.
+
+  Raises:
+    ValueError: the workdir holds runs of another base.
   """
 
   def __init__(self, suite: str, *, base: str, workdir: pathlib.Path, quick: bool, jobs: int):
-    self.suite = suite
-    self.arms = suites.SUITES[suite].arms
+    self.name = suite
+    self.suite = suites.SUITES[suite]
     self._base_name = base
     self._base = run_arm.base_config(base, quick=quick)
     self._workdir = workdir
     self._quick = quick
     self._jobs = jobs
+    self._rates: dict[str, float] = {}
+    (workdir / "base").mkdir(parents=True, exist_ok=True)
+    workdir_lib.write_or_check_config(workdir / "base", config_lib.to_json(self._base))
 
   def folder(self, arm: Arm, seed: int) -> pathlib.Path:
-    """Where an arm's run of a seed lies."""
-    return self._workdir / self.suite / arm.slug / f"seed{seed}"
+    """Where an arm's run of a seed lies: a run of these settings, whichever suite asked for it."""
+    return self._workdir / "runs" / f"{arm.slug}_lr{self.learning_rate(arm):g}" / f"seed{seed}"
+
+  def learning_rate(self, arm: Arm) -> float:
+    """The tuned one, or the base's."""
+    return self._rates.get(arm.family.slug, self._base.learner.policy_optimizer.learning_rate)
 
   def make_starts(self, seeds: Sequence[int]) -> None:
-    """The warm-started policies, which all suites in the workdir share."""
+    """The warm-started policies."""
     if self._base.warm_start.num_steps:
       tasks = [(self._start(seed), ["--seed", str(seed)], "done") for seed in seeds]
       self._run_all(tasks)
 
-  def run(self, seeds: Sequence[int], learning_rates: dict[str, float]) -> None:
+  def run(self, seeds: Sequence[int]) -> None:
     """All arms and seeds; a seed's arms follow one another, so that comparisons exist early."""
     tasks = []
     for seed in seeds:
-      for arm in self.arms:
-        tasks.append((self.folder(arm, seed), self._arm_flags(arm, seed, learning_rates.get(arm.slug)), "summary.json"))
+      for arm in self.suite.arms:
+        tasks.append((self.folder(arm, seed), self._arm_flags(arm, seed, self.learning_rate(arm)), "summary.json"))
     self._run_all(tasks)
 
-  def tune(self) -> dict[str, float]:
-    """The learning rate of each arm with the best training success at the end of a short run."""
-    path = self._workdir / f"tuned_{self.suite}.json"
-    if path.exists():
-      return dict(json.loads(path.read_bytes()))
+  def tune(self) -> None:
+    """Chooses each arm's learning rate: that with the most training success at the end of a short run."""
+    path = self._workdir / "tuned.json"
+    self._rates = dict(json.loads(path.read_bytes())) if path.exists() else {}
+    missing = {arm.family.slug: arm for arm in self.suite.arms if arm.family.slug not in self._rates}
+    if not missing:
+      return
     self.make_starts([TUNING_SEED])
     steps = max(2, round(TUNING_SHARE * self._base.num_steps))
     tasks, folders = [], {}
-    for arm in self.arms:
+    for slug, arm in missing.items():
       for rate in LEARNING_RATES:
-        folder = self._workdir / "tuning" / self.suite / arm.slug / f"{rate:g}"
-        folders[arm.slug, rate] = folder
-        tasks.append((folder, [*self._arm_flags(arm, TUNING_SEED, rate), f"--num_steps={steps}"], "summary.json"))
+        folder = self._workdir / "tuning" / slug / f"{rate:g}"
+        folders[slug, rate] = folder
+        options = [*self._arm_flags(arm, TUNING_SEED, rate), f"--num_steps={steps}", "--tuning"]
+        tasks.append((folder, options, "summary.json"))
     self._run_all(tasks)
     found = {key: _end_success(folder) for key, folder in folders.items()}
-    best = {arm.slug: max(LEARNING_RATES, key=lambda rate: found[arm.slug, rate]) for arm in self.arms}
-    path.write_text(json.dumps(best, indent=2) + "\n", encoding="utf-8")
-    return best
+    for slug in missing:
+      self._rates[slug] = max(LEARNING_RATES, key=lambda rate: found[slug, rate])
+    path.write_text(json.dumps(self._rates, indent=2) + "\n", encoding="utf-8")
+
+  def write_results(self, seeds: Sequence[int], command: str) -> None:
+    """CSV, table and plots of what there is."""
+    rows = results.collect(self.name, self.suite, self.folder, self.learning_rate, seeds)
+    if rows:
+      results.write_all(self._workdir / self.name, self.name, self.suite, rows, command)
+      print((self._workdir / self.name / f"{self.name}.md").read_text(encoding="utf-8"))
 
   def _start(self, seed: int) -> pathlib.Path:
     return self._workdir / "start" / f"seed{seed}"
 
-  def _arm_flags(self, arm: Arm, seed: int, learning_rate: float | None) -> list[str]:
-    chosen = [f"--suite={self.suite}", f"--arm={arm.slug}", f"--seed={seed}", f"--start={self._start(seed)}"]
-    return chosen if learning_rate is None else [*chosen, f"--learning_rate={learning_rate:g}"]
+  def _arm_flags(self, arm: Arm, seed: int, learning_rate: float) -> list[str]:
+    return [
+      f"--suite={self.name}", f"--arm={arm.slug}", f"--seed={seed}", f"--start={self._start(seed)}",
+      f"--learning_rate={learning_rate:g}",
+    ]  # fmt: skip
 
   def _run_all(self, tasks: Sequence[tuple[pathlib.Path, list[str], str]]) -> None:
     """Runs what has not ended yet.
@@ -116,13 +146,18 @@ class Runner:
       sys.executable, "-m", "experiments.ablations.run_arm", f"--base={self._base_name}", f"--folder={folder}",
       f"--quick={self._quick}", *options,
     ]  # fmt: skip
-    # Two processes on two cores: each keeps to its own.
-    flags_of_xla = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    environment = {
+      **os.environ,
+      # Two processes on two cores: each keeps to its own.
+      "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip(),
+      # Arms share most of their programs, and seeds all of them.
+      "JAX_COMPILATION_CACHE_DIR": str(self._workdir / "compiled"),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     log = folder / "log.txt"
     with open(log, "ab") as out:
-      code = subprocess.run(
-        command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "XLA_FLAGS": flags_of_xla}, check=False
-      ).returncode
+      code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     print(f"{'done' if code == 0 else 'FAILED'}  {folder.relative_to(self._workdir)}", flush=True)
     if code == 0:
       return None
@@ -131,17 +166,20 @@ class Runner:
 
 
 def _end_success(folder: pathlib.Path) -> float:
-  found = json.loads((folder / "summary.json").read_bytes())["success_after"]
-  return -1.0 if found is None else float(found)
+  """Mean training success over the end of a tuning run."""
+  steps, _ = metrics_io.read_metrics(folder)
+  rates = [row["success_rate"] for row in steps[-max(1, round(TUNING_END * len(steps))) :]]
+  return sum(rates) / len(rates)
 
 
 def define_flags() -> None:
-  flags.DEFINE_enum("suite", None, sorted(suites.SUITES), "The comparison.", required=True)
+  flags.DEFINE_enum("suite", None, sorted(suites.SUITES), "The comparison.")
   flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of every arm.", lower_bound=1)
   flags.DEFINE_string("workdir", None, "Where runs and results go.", required=True)
   flags.DEFINE_string("base", DEFAULT_BASE, "module:function of the run that all arms share.")
   flags.DEFINE_bool("quick", False, "A size of minutes, at which nothing is learned.")
   flags.DEFINE_bool("tune", False, "Tune each arm's learning rate first.")
+  flags.DEFINE_bool("report", False, "Make the tables and plots of the workdir's CSV files anew.")
   flags.DEFINE_integer("jobs", os.cpu_count(), "Processes at a time.", lower_bound=1)
 
 
@@ -150,19 +188,20 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   options = flags.FLAGS
   workdir = pathlib.Path(options.workdir).absolute()
+  if options.report:
+    report.remake(workdir)
+    return
+  if options.suite is None:
+    raise app.UsageError("--suite is required without --report.")
   runner = Runner(options.suite, base=options.base, workdir=workdir, quick=options.quick, jobs=options.jobs)
   seeds = range(options.seeds)
   try:
-    rates = runner.tune() if options.tune else {}
+    if options.tune:
+      runner.tune()
     runner.make_starts(seeds)
-    runner.run(seeds, rates)
+    runner.run(seeds)
   finally:  # what there is is worth a table, also after a failure
-    suite = suites.SUITES[options.suite]
-    rows = results.collect(options.suite, suite, runner.folder, seeds)
-    if rows:
-      command = shlex.join(["python", "-m", "experiments.ablate", *sys.argv[1:]])
-      results.write_all(workdir, options.suite, suite, rows, command)
-      print((workdir / f"{options.suite}.md").read_text(encoding="utf-8"))
+    runner.write_results(seeds, shlex.join(["python", "-m", "experiments.ablate", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -17,12 +17,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments import plots
-from experiments.ablations.statistics import Estimate, bootstrap_mean, paired_difference
-from experiments.ablations.suites import Suite, reference_of
+from experiments.ablations.statistics import bootstrap_mean, paired_difference
+from experiments.ablations.suites import Arm, Suite, reference_of
 from sao_jax.io import metrics as metrics_io
 
 COLUMNS = (
-  "suite", "arm", "lag", "seed", "step", "success_rate", "eval_success_rate", "eval_n", "staleness_mean",
+  "suite", "arm", "lag", "learning_rate", "seed", "step", "success_rate", "eval_success_rate", "eval_n",
+  "staleness_mean",
   "dis_masked_fraction", "dis_masked_low", "dis_masked_high", "ratio_mean", "approx_kl", "entropy", "policy_grad_norm",
   "advantage_std", "value_loss", "critic_grad_norm", "explained_variance", "turns_mean", "tokens_mean", "time_s",
 )  # fmt: skip
@@ -30,14 +31,24 @@ COLUMNS = (
 COLORS = ("#2f6db5", "#d9822b", "#3d9a5f", "#b5492f", "#7a5cb5", "#888888", "#b59a2f", "#4aa6b5", "#b54a8c")
 LAST_SHARE = 0.1
 """Share of the steps, at the end, over which the training success of the table is averaged."""
+MADE = "Made by:\n\n"
+COLLAPSED = 0.7
+"""A run has collapsed when its training success stays under this share of its best to the end."""
 
 Row = Mapping[str, Any]
 
 
-def collect(suite: str, arms: Suite, folder_of: Any, seeds: Sequence[int]) -> list[dict[str, Any]]:
-  """Rows of every run that has ended; `folder_of(arm, seed)` is its folder."""
+def collect(
+  name: str,
+  suite: Suite,
+  folder_of: Callable[[Arm, int], pathlib.Path],
+  rate_of: Callable[[Arm], float],
+  seeds: Sequence[int],
+) -> list[dict[str, Any]]:
+  """Rows of every run that has ended, from its folder, with the arm's learning rate."""
   rows = []
-  for arm in arms.arms:
+  for arm in suite.arms:
+    common = {"suite": name, "arm": arm.name, "lag": arm.lag, "learning_rate": rate_of(arm)}
     for seed in seeds:
       folder = folder_of(arm, seed)
       if not (folder / "summary.json").exists():
@@ -45,7 +56,7 @@ def collect(suite: str, arms: Suite, folder_of: Any, seeds: Sequence[int]) -> li
       steps, evaluations = metrics_io.read_metrics(folder)
       for found in (*steps, *evaluations):
         known = {key: found[key] for key in COLUMNS if key in found}
-        rows.append({"suite": suite, "arm": arm.name, "lag": arm.lag, "seed": seed, **known})
+        rows.append({**common, "seed": seed, **known})
   return rows
 
 
@@ -98,46 +109,105 @@ def last_mean(rows: Sequence[Row], arm: str, key: str) -> dict[int, float]:
   return means
 
 
+def collapses(rows: Sequence[Row], arm: str) -> dict[int, int | None]:
+  """By seed: the step at which training success fell below `COLLAPSED` of its best for good; None: it never did.
+
+  Success is a running mean over 11 steps.
+  """
+  by_seed: dict[int, list[tuple[int, float]]] = {}
+  for row in rows:
+    if row["arm"] == arm and "success_rate" in row:
+      by_seed.setdefault(row["seed"], []).append((row["step"], row["success_rate"]))
+  found: dict[int, int | None] = {}
+  for seed, curve in by_seed.items():
+    steps, values = zip(*sorted(curve), strict=True)
+    smooth = _smooth(values)
+    high = np.flatnonzero(smooth >= COLLAPSED * smooth.max())[-1]
+    found[seed] = None if high == len(steps) - 1 else steps[high + 1]
+  return found
+
+
 def table(suite: Suite, rows: Sequence[Row]) -> str:
   """Markdown: each arm's mean over seeds with its interval, and the paired difference to SAO's."""
   lines = [
-    "| arm | seeds | held-out success | minus SAO, paired | training success, last tenth | masked, last tenth |",
-    "|---|---|---|---|---|---|",
+    "| arm | lr | seeds | held-out success | minus SAO, paired | training success, last tenth | EV, last tenth | "
+    "masked, last tenth | collapsed (at step) |",
+    "|---|---|---|---|---|---|---|---|---|",
   ]
   for arm in suite.arms:
     success = final_success(rows, arm.name)
     if not success:
-      lines.append(f"| {arm.name} | 0 | | | | |")
+      lines.append(f"| {arm.name} | | 0 | | | | | | |")
       continue
     reference = final_success(rows, reference_of(suite, arm).name)
     same = reference_of(suite, arm) is arm or not set(success) & set(reference)
     difference = "" if same else f"{paired_difference(success, reference)}"
-    masked = _mean(last_mean(rows, arm.name, "dis_masked_fraction"))
+    rate = next(row["learning_rate"] for row in rows if row["arm"] == arm.name)
+    fallen = [str(step) for step in collapses(rows, arm.name).values() if step is not None]
+    ends = (_mean(last_mean(rows, arm.name, key)) for key in ("success_rate", "explained_variance"))
+    masked = last_mean(rows, arm.name, "dis_masked_fraction")
     lines.append(
-      f"| {arm.name} | {len(success)} | {bootstrap_mean(list(success.values()))} | {difference} | "
-      f"{_mean(last_mean(rows, arm.name, 'success_rate'))} | {masked} |"
+      f"| {arm.name} | {rate:g} | {len(success)} | {bootstrap_mean(list(success.values()))} | {difference} | "
+      f"{' | '.join(map(str, ends))} | {_mean(masked, digits=4)} | "
+      f"{len(fallen)}{' (' + ', '.join(fallen) + ')' if fallen else ''} |"
     )
   return "\n".join(lines) + "\n"
 
 
-def _mean(by_seed: Mapping[int, float]) -> Estimate | str:
-  return bootstrap_mean(list(by_seed.values())) if by_seed else ""
+def _mean(by_seed: Mapping[int, float], *, digits: int = 3) -> str:
+  return f"{bootstrap_mean(list(by_seed.values())).mean:.{digits}f}" if by_seed else ""
 
 
 def plot(path: str | os.PathLike[str], suite: Suite, rows: Sequence[Row]) -> None:
-  """Draws the suite's curves: mean over seeds as a line, least and greatest as a band, smoothed over steps."""
+  """Draws the suite's curves: mean over seeds as a line, least and greatest as a band, smoothed over steps.
+
+  A suite at several lags has a row of axes for each, and a first one of success and masked tokens by lag.
+  """
+  lags = sorted({arm.lag for arm in suite.arms if arm.lag is not None})
+  groups = [[arm for arm in suite.arms if arm.lag == lag] for lag in lags] or [list(suite.arms)]
+  per_row = 2 if len(groups) == 1 else len(suite.curves)
+  num_rows = len(groups) * math.ceil(len(suite.curves) / per_row) + bool(lags)
   with mpl.rc_context(plots.STYLE):
-    figure = Figure(figsize=(11.0, 3.4 * math.ceil(len(suite.curves) / 2)), layout="constrained")
+    figure = Figure(figsize=((5.5 if per_row == 2 else 4.0) * per_row, 3.4 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(math.ceil(len(suite.curves) / 2), 2).ravel()
-    for axis, metric in zip(axes, suite.curves, strict=True):
-      _draw_curve(axis, suite, rows, metric)
-    axes[0].legend(loc="best", fontsize=7.5)
+    axes = figure.subplots(num_rows, per_row).ravel().tolist()
+    if lags:
+      _draw_by_lag(axes, suite, rows)
+      for axis in axes[2:per_row]:
+        axis.set_axis_off()
+      axes = axes[per_row:]
+    for group in groups:
+      for axis, metric in zip(axes, suite.curves, strict=False):
+        _draw_curve(axis, group, rows, metric)
+      axes[0].legend(loc="best", fontsize=7.5)
+      axes = axes[len(suite.curves) :]
     figure.savefig(path)
 
 
-def _draw_curve(axis: Axes, suite: Suite, rows: Sequence[Row], metric: str) -> None:
-  for i, arm in enumerate(suite.arms):
+def _draw_by_lag(axes: Sequence[Axes], suite: Suite, rows: Sequence[Row]) -> None:
+  """Held-out success and masked share of tokens over the lag, a line per family of arms."""
+  families = list(dict.fromkeys(arm.family.name for arm in suite.arms))
+  for i, family in enumerate(families):
+    found = []
+    for arm in suite.arms:
+      if arm.family.name == family and arm.lag is not None and (success := final_success(rows, arm.name)):
+        masked = last_mean(rows, arm.name, "dis_masked_fraction").values()
+        found.append((arm.lag, bootstrap_mean(list(success.values())), float(np.mean(list(masked)))))
+    if found:
+      x = [lag for lag, _, _ in found]
+      mean = [estimate.mean for _, estimate, _ in found]
+      axes[0].plot(x, mean, "o-", color=COLORS[i], label=family)
+      if all(estimate.n > 1 for _, estimate, _ in found):
+        band = [estimate.low for _, estimate, _ in found], [estimate.high for _, estimate, _ in found]
+        axes[0].fill_between(x, *band, color=COLORS[i], alpha=0.12, linewidth=0)
+      axes[1].plot(x, [masked for _, _, masked in found], "o-", color=COLORS[i], label=family)
+  for axis, title in zip(axes, ("held-out success", "masked fraction, last tenth"), strict=False):
+    axis.set(title=title, xlabel="lag (policy versions)", xscale="symlog")
+  axes[0].legend(loc="best", fontsize=7.5)
+
+
+def _draw_curve(axis: Axes, arms: Sequence[Arm], rows: Sequence[Row], metric: str) -> None:
+  for i, arm in enumerate(arms):
     by_seed: dict[int, dict[int, float]] = {}
     for row in rows:
       if row["arm"] == arm.name and metric in row and "eval_success_rate" not in row:
@@ -149,7 +219,8 @@ def _draw_curve(axis: Axes, suite: Suite, rows: Sequence[Row], metric: str) -> N
     color = COLORS[i % len(COLORS)]
     axis.plot(steps, curves.mean(axis=0), color=color, linewidth=1.6, label=arm.name, linestyle=_dash(i))
     axis.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.12, linewidth=0)
-  axis.set(title=metric.replace("_", " "), xlabel="learner steps")
+  lag = "" if arms[0].lag is None else f", lag {arms[0].lag}"
+  axis.set(title=metric.replace("_", " ") + lag, xlabel="learner steps")
 
 
 def _dash(i: int) -> str:
@@ -176,7 +247,13 @@ def write_all(folder: pathlib.Path, name: str, suite: Suite, rows: Sequence[Row]
   """Writes `NAME.csv`, `NAME.md` and `NAME.png`; table and plot are made from the CSV as it is read back."""
   folder.mkdir(parents=True, exist_ok=True)
   write_csv(folder / f"{name}.csv", rows)
+  made = f"    {command}\n\n{versions()}\n"
+  draw_all(folder, name, suite, made)
+
+
+def draw_all(folder: pathlib.Path, name: str, suite: Suite, made: str) -> None:
+  """Writes `NAME.md` and `NAME.png` from `NAME.csv`; `made` says how that was made."""
   rows = read_csv(folder / f"{name}.csv")
-  text = f"# {suite.title}\n\n{table(suite, rows)}\n    {command}\n\n{versions()}\n"
+  text = f"# {suite.title}\n\n{table(suite, rows)}\n{MADE}{made}"
   (folder / f"{name}.md").write_text(text, encoding="utf-8")
   plot(folder / f"{name}.png", suite, rows)

@@ -45,6 +45,7 @@ def define_flags() -> None:
   flags.DEFINE_string("suite", None, "The arm's suite; none: make the seed's start.")
   flags.DEFINE_string("arm", None, "The arm, by its folder's name.")
   flags.DEFINE_string("start", None, "Folder of the seed's start.")
+  flags.DEFINE_bool("tuning", False, "The arm at the base's lag and length.")
   flags.DEFINE_float("learning_rate", None, "Of the policy; none: the base's.")
   flags.DEFINE_integer("num_steps", None, "Learner steps; none: the base's.")
 
@@ -61,6 +62,7 @@ def main(argv: Sequence[str]) -> None:
     make_start(base, options.seed, folder)
     return
   arm = suites.find(options.suite, options.arm)
+  arm = arm.family if options.tuning else arm
   start = str(pathlib.Path(options.start) / "policy") if base.warm_start.num_steps else None
   config = suites.arm_config(base, arm, seed=options.seed, start=start, learning_rate=options.learning_rate)
   summary = loop.train(config, make_domain(config), folder, console=Console())

@@ -31,12 +31,21 @@ class Arm:
   """Fields of `LearnerConfig`, over the algorithm's."""
   value_pretraining: bool = True
   lag: int | None = None
-  """Policy versions by which every batch's weights are old; None: the base run's schedule."""
+  """Policy versions by which the weights of every token are old; None: the base run's schedule."""
+  length: int = 1
+  """Times the base run's number of steps."""
 
   @property
   def slug(self) -> str:
-    """The name of its folder."""
-    return "".join(c if c.isalnum() else "_" for c in self.name.lower()).strip("_")
+    """The name of its folder: the same in all suites, for the same settings only."""
+    name = self.name if self.length == 1 else f"{self.name} x{self.length}"
+    return "".join(c if c.isalnum() else "_" for c in name.lower()).strip("_")
+
+  @property
+  def family(self) -> Arm:
+    """The arm at the base run's lag and length: what learning rates are tuned for."""
+    name = self.name if self.lag is None else self.name.removesuffix(f", lag {self.lag}")
+    return dataclasses.replace(self, name=name, lag=None, length=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +126,11 @@ SUITES: Mapping[str, Suite] = {
     arms=tuple(_lagged(arm, lag) for lag in LAGS for arm in MAIN_ARMS),
     curves=("success_rate", "dis_masked_fraction", "entropy", "approx_kl"),
   ),
+  "stability": Suite(
+    title="Who stays stable over four times the steps (Figure 3)",
+    arms=tuple(dataclasses.replace(arm, length=4) for arm in MAIN_ARMS),
+    curves=("success_rate", "entropy", "policy_grad_norm", "approx_kl"),
+  ),
 }
 
 
@@ -158,11 +172,14 @@ def arm_config(
     optimizer = dataclasses.replace(learner.policy_optimizer, learning_rate=learning_rate)
     learner = dataclasses.replace(learner, policy_optimizer=optimizer)
   changes: dict[str, Any] = {"algorithm": arm.algorithm, "learner": learner, "seed": seed}
+  changes["num_steps"] = arm.length * base.num_steps
   changes["group_size"] = GROUP_SIZE if learner.needs_groups else 1
   if not arm.value_pretraining:
     changes["critic"] = dataclasses.replace(base.critic, pretraining_trajectories=0)
   if arm.lag is not None:
-    changes.update(schedule="lagged", lag=arm.lag, max_staleness=max(arm.lag, base.max_staleness))
+    changes.update(
+      schedule="lagged", lag=arm.lag, lag_switch_chunks=None, max_staleness=max(arm.lag, base.max_staleness)
+    )
   if start is not None:
     changes.update(policy_checkpoint=start, warm_start=WarmStartConfig(num_steps=0))
   return dataclasses.replace(base, **changes)

@@ -10,10 +10,10 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.ablations import results, suites
+from experiments.ablations import report, results, suites
 from experiments.ablations.statistics import bootstrap_mean, paired_difference
 from experiments.ablations.suites import SUITES, Arm, Suite, arm_config
-from experiments.presets import tool_math_cpu
+from experiments.presets import ablation_cpu
 from tests.experiments import tiny_base
 
 ALL = [(name, arm) for name, suite in SUITES.items() for arm in suite.arms]
@@ -21,13 +21,18 @@ ALL = [(name, arm) for name, suite in SUITES.items() for arm in suite.arms]
 
 @pytest.mark.parametrize(("suite", "arm"), ALL, ids=[f"{suite}-{arm.slug}" for suite, arm in ALL])
 def test_arm_is_the_base_but_for_what_it_names(suite, arm):
-  base = tool_math_cpu.make_config()
+  base = ablation_cpu.make_config()
   config = arm_config(base, arm, seed=3, start="policy")
   assert config.algorithm == arm.algorithm and config.seed == 3 and config.policy_checkpoint == "policy"
-  assert (config.batch_size, config.num_steps, config.engine) == (base.batch_size, base.num_steps, base.engine)
+  assert (config.batch_size, config.num_steps) == (base.batch_size, arm.length * base.num_steps)
+  assert config.engine == base.engine
   assert config.policy == base.policy and config.warm_start.num_steps == 0
   assert config.learner.policy_optimizer == base.learner.policy_optimizer
-  assert (config.schedule, config.lag) == (base.schedule, 0) if arm.lag is None else ("lagged", arm.lag)
+  if arm.lag is None:
+    assert (config.schedule, config.lag) == (base.schedule, base.lag)
+    assert config.lag_switch_chunks == base.lag_switch_chunks
+  else:
+    assert (config.schedule, config.lag, config.lag_switch_chunks) == ("lagged", arm.lag, None)
   assert config.batch_size % config.group_size == 0
   if arm == suites.SAO:
     assert config.learner == base.learner
@@ -38,6 +43,17 @@ def test_names_of_a_suite_differ():
     assert len({arm.slug for arm in suite.arms}) == len({arm.name for arm in suite.arms}) == len(suite.arms)
 
 
+def test_what_is_run_once_for_several_suites_is_the_same():
+  """Runs lie in folders named after the arm's slug, tuned rates after its family's."""
+  by_slug = {}
+  families = {}
+  for _, arm in ALL:
+    assert by_slug.setdefault(arm.slug, arm) == arm
+    assert families.setdefault(arm.family.slug, arm.family) == arm.family
+    assert (arm.family.lag, arm.family.length) == (None, 1)
+  assert families["sao"] == suites.SAO
+
+
 def test_every_suite_compares_with_sao_at_the_same_lag():
   for name, suite in SUITES.items():
     for arm in suite.arms:
@@ -46,7 +62,7 @@ def test_every_suite_compares_with_sao_at_the_same_lag():
 
 
 def test_tuned_learning_rate_and_cold_critic():
-  base = tool_math_cpu.make_config()
+  base = ablation_cpu.make_config()
   arm = suites.find("critic", "no_value_pretraining")
   config = arm_config(base, arm, seed=0, start=None, learning_rate=0.5)
   assert config.learner.policy_optimizer.learning_rate == 0.5 and config.policy_checkpoint is None
@@ -58,7 +74,7 @@ def test_tuned_learning_rate_and_cold_critic():
 def test_clipping_arms_have_ratios_to_clip():
   """With one update per batch pi_old is the policy itself, and clipping does nothing."""
   for _, arm in ALL:
-    loss = arm_config(tool_math_cpu.make_config(), arm, seed=0, start=None).learner
+    loss = arm_config(ablation_cpu.make_config(), arm, seed=0, start=None).learner
     if loss.policy_loss in ("ppo_clip", "icepop"):
       assert loss.policy_minibatches > 1, arm.name
 
@@ -99,7 +115,7 @@ def rows():
   made = []
   for arm, bonus in (("SAO", 0.2), ("other", 0.1)):
     for seed in (0, 1):
-      common = {"suite": "s", "arm": arm, "seed": seed}
+      common = {"suite": "s", "arm": arm, "learning_rate": 0.001, "seed": seed}
       made += [{**common, "step": step, "success_rate": step / 20, "entropy": 1.5} for step in range(1, 21)]
       made += [{**common, "step": 0, "eval_success_rate": 0.0, "eval_n": 9}]
       made += [{**common, "step": 20, "eval_success_rate": bonus + seed / 10, "eval_n": 9}]
@@ -119,9 +135,20 @@ def test_csv_comes_back(tmp_path, rows):
 
 def test_table(rows):
   lines = results.table(ARMS, rows).splitlines()
-  assert "| SAO | 2 | 0.250 (0.200 to 0.300) |  | 0.975 (0.975 to 0.975) |  |" in lines
-  assert "| other | 2 | 0.150 (0.100 to 0.200) | -0.100 (-0.100 to -0.100) | 0.975 (0.975 to 0.975) |  |" in lines
-  assert "| absent | 0 | | | | |" in lines
+  assert "| SAO | 0.001 | 2 | 0.250 (0.200 to 0.300) |  | 0.975 |  |  | 0 |" in lines
+  assert "| other | 0.001 | 2 | 0.150 (0.100 to 0.200) | -0.100 (-0.100 to -0.100) | 0.975 |  |  | 0 |" in lines
+  assert "| absent | | 0 | | | | | | |" in lines
+
+
+def test_collapse_is_found_where_it_begins():
+  def rows(rates, seed):
+    return [{"arm": "SAO", "seed": seed, "step": i + 1, "success_rate": x} for i, x in enumerate(rates)]
+
+  falls = [0.8] * 40 + [0.1] * 40
+  dips = [0.8] * 40 + [0.1] * 20 + [0.8] * 40
+  found = results.collapses([*rows(falls, 0), *rows(dips, 1), *rows(np.linspace(0.1, 0.9, 50), 2)], "SAO")
+  # The running mean over 11 steps passes 0.7 x 0.8 when four of them are low: at step 39 of 80 (5 after it).
+  assert found == {0: 39, 1: None, 2: None}
 
 
 def test_last_mean_leaves_nan_out(rows):
@@ -139,20 +166,28 @@ def test_a_suite_from_start_to_table(tmp_path):
   first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
   assert first.returncode == 0, first.stdout + first.stderr
   assert first.stdout.count("done ") == 4  # the start and three arms
-  rows = results.read_csv(tmp_path / "granularity.csv")
+  rows = results.read_csv(tmp_path / "granularity" / "granularity.csv")
   base = suites.quick(tiny_base.make_config())
+  rate = base.learner.policy_optimizer.learning_rate
   for arm in SUITES["granularity"].arms:
     mine = [row for row in rows if row["arm"] == arm.name]
     assert [row["step"] for row in mine if "success_rate" in row] == list(range(1, base.num_steps + 1))
     assert [row["step"] for row in mine if "eval_success_rate" in row] == [0, base.num_steps]
-    config = json.loads((tmp_path / "granularity" / arm.slug / "seed0" / "config.json").read_bytes())
+    config = json.loads((tmp_path / "runs" / f"{arm.slug}_lr{rate:g}" / "seed0" / "config.json").read_bytes())
     assert config["algorithm"] == arm.algorithm
   # All arms began with the same policy: the evaluation before RL is the same.
   assert len({row["eval_success_rate"] for row in rows if row["step"] == 0}) == 1
-  assert (tmp_path / "granularity.png").stat().st_size > 10_000
-  assert "| step level, mean | 1 |" in (tmp_path / "granularity.md").read_text()
+  assert (tmp_path / "granularity" / "granularity.png").stat().st_size > 10_000
+  made = (tmp_path / "granularity" / "granularity.md").read_text()
+  assert f"| step level, mean | {rate:g} | 1 |" in made
   second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
   assert second.returncode == 0 and "done " not in second.stdout
+  (tmp_path / "granularity" / "granularity.png").unlink()
+  assert report.remake(tmp_path) == ["granularity"]
+  assert (tmp_path / "granularity" / "granularity.md").read_text() == made
+  other = [*command, "--base=experiments.presets.ablation_cpu:make_config"]
+  refused = subprocess.run(other, capture_output=True, text=True, check=False, timeout=100)
+  assert refused.returncode != 0 and "another" in refused.stderr
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 40])
