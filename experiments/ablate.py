@@ -32,13 +32,9 @@ from sao_jax import config as config_lib
 from sao_jax.io import metrics as metrics_io
 from sao_jax.io import workdir as workdir_lib
 
-DEFAULT_BASE = "experiments.presets.ablation_cpu:make_config"
-LEARNING_RATES = (5e-4, 1e-3, 2e-3)
+LEARNING_RATES = (0.5, 1.0, 2.0)
+"""Times the base's."""
 TUNING_SEED = 10_000
-TUNING_SHARE = 0.4
-"""Of the base's steps."""
-TUNING_END = 0.4
-"""Share of a tuning run's steps, at its end, whose training success decides."""
 
 
 class Runner:
@@ -46,7 +42,7 @@ class Runner:
 
   Args:
     suite: its name.
-    base: `module:function` of the base run.
+    base: `module:function` of the base run; None: the suite's.
     workdir: where everything goes; suites that share it share starts, learning rates and runs.
     quick: the small size.
     jobs: processes at a time.
@@ -55,17 +51,19 @@ class Runner:
     ValueError: the workdir holds runs of another base.
   """
 
-  def __init__(self, suite: str, *, base: str, workdir: pathlib.Path, quick: bool, jobs: int):
+  def __init__(self, suite: str, *, base: str | None, workdir: pathlib.Path, quick: bool, jobs: int):
     self.name = suite
     self.suite = suites.SUITES[suite]
-    self._base_name = base
-    self._base = run_arm.base_config(base, quick=quick)
-    self._workdir = workdir
+    self._base_name = base or self.suite.base
+    self._base = run_arm.base_config(self._base_name, quick=quick)
+    # Suites with a task of their own share nothing with the others.
+    self._workdir = workdir / suite if self.suite.simulation else workdir
+    self._results = workdir / suite
     self._quick = quick
     self._jobs = jobs
     self._rates: dict[str, float] = {}
-    (workdir / "base").mkdir(parents=True, exist_ok=True)
-    workdir_lib.write_or_check_config(workdir / "base", config_lib.to_json(self._base))
+    (self._workdir / "base").mkdir(parents=True, exist_ok=True)
+    workdir_lib.write_or_check_config(self._workdir / "base", config_lib.to_json(self._base))
 
   def folder(self, arm: Arm, seed: int) -> pathlib.Path:
     """Where an arm's run of a seed lies: a run of these settings, whichever suite asked for it."""
@@ -97,26 +95,29 @@ class Runner:
     if not missing:
       return
     self.make_starts([TUNING_SEED])
-    steps = max(2, round(TUNING_SHARE * self._base.num_steps))
+    steps = self._base.num_steps
+    if self.suite.tuning_share < 1.0:
+      steps = max(2, round(self.suite.tuning_share * steps))
+    rates = [factor * self._base.learner.policy_optimizer.learning_rate for factor in LEARNING_RATES]
     tasks, folders = [], {}
     for slug, arm in missing.items():
-      for rate in LEARNING_RATES:
+      for rate in rates:
         folder = self._workdir / "tuning" / slug / f"{rate:g}"
         folders[slug, rate] = folder
         options = [*self._arm_flags(arm, TUNING_SEED, rate), f"--num_steps={steps}", "--tuning"]
         tasks.append((folder, options, "summary.json"))
     self._run_all(tasks)
-    found = {key: _end_success(folder) for key, folder in folders.items()}
+    found = {key: _end_success(folder, self.suite.tuning_end) for key, folder in folders.items()}
     for slug in missing:
-      self._rates[slug] = max(LEARNING_RATES, key=lambda rate: found[slug, rate])
+      self._rates[slug] = max(rates, key=lambda rate: found[slug, rate])
     path.write_text(json.dumps(self._rates, indent=2) + "\n", encoding="utf-8")
 
   def write_results(self, seeds: Sequence[int], command: str) -> None:
     """CSV, table and plots of what there is."""
     rows = results.collect(self.name, self.suite, self.folder, self.learning_rate, seeds)
     if rows:
-      results.write_all(self._workdir / self.name, self.name, self.suite, rows, command)
-      print((self._workdir / self.name / f"{self.name}.md").read_text(encoding="utf-8"))
+      results.write_all(self._results, self.name, self.suite, rows, command)
+      print((self._results / f"{self.name}.md").read_text(encoding="utf-8"))
 
   def _start(self, seed: int) -> pathlib.Path:
     return self._workdir / "start" / f"seed{seed}"
@@ -165,10 +166,10 @@ class Runner:
     return f"{folder} ended with code {code}:\n" + "\n".join(tail)
 
 
-def _end_success(folder: pathlib.Path) -> float:
+def _end_success(folder: pathlib.Path, share: float) -> float:
   """Mean training success over the end of a tuning run."""
   steps, _ = metrics_io.read_metrics(folder)
-  rates = [row["success_rate"] for row in steps[-max(1, round(TUNING_END * len(steps))) :]]
+  rates = [row["success_rate"] for row in steps[-max(1, round(share * len(steps))) :]]
   return sum(rates) / len(rates)
 
 
@@ -176,7 +177,7 @@ def define_flags() -> None:
   flags.DEFINE_enum("suite", None, sorted(suites.SUITES), "The comparison.")
   flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of every arm.", lower_bound=1)
   flags.DEFINE_string("workdir", None, "Where runs and results go.", required=True)
-  flags.DEFINE_string("base", DEFAULT_BASE, "module:function of the run that all arms share.")
+  flags.DEFINE_string("base", None, "module:function of the run that all arms share; none: the suite's.")
   flags.DEFINE_bool("quick", False, "A size of minutes, at which nothing is learned.")
   flags.DEFINE_bool("tune", False, "Tune each arm's learning rate first.")
   flags.DEFINE_bool("report", False, "Make the tables and plots of the workdir's CSV files anew.")

@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments import plots
+from experiments.ablations import online
 from experiments.ablations.statistics import bootstrap_mean, paired_difference
 from experiments.ablations.suites import Arm, Suite, reference_of
 from sao_jax.io import metrics as metrics_io
@@ -26,6 +27,7 @@ COLUMNS = (
   "staleness_mean",
   "dis_masked_fraction", "dis_masked_low", "dis_masked_high", "ratio_mean", "approx_kl", "entropy", "policy_grad_norm",
   "advantage_std", "value_loss", "critic_grad_norm", "explained_variance", "turns_mean", "tokens_mean", "time_s",
+  "preferred", "eval_accuracy_cute", "eval_accuracy_chuunibyou", "eval_accuracy_classical",
 )  # fmt: skip
 """One row per learner step, and one per evaluation (with `eval_success_rate`); what a row lacks is empty."""
 COLORS = ("#2f6db5", "#d9822b", "#3d9a5f", "#b5492f", "#7a5cb5", "#888888", "#b59a2f", "#4aa6b5", "#b54a8c")
@@ -56,6 +58,8 @@ def collect(
       steps, evaluations = metrics_io.read_metrics(folder)
       for found in (*steps, *evaluations):
         known = {key: found[key] for key in COLUMNS if key in found}
+        if suite.simulation:
+          known["preferred"] = online.preferred(folder, found["step"])
         rows.append({**common, "seed": seed, **known})
   return rows
 
@@ -80,7 +84,7 @@ def _short(value: Any) -> Any:
 
 
 def _parsed(key: str, text: str) -> Any:
-  if key in ("suite", "arm"):
+  if key in ("suite", "arm", "preferred"):
     return text
   return int(text) if key in ("lag", "seed", "step", "eval_n") else float(text)
 
@@ -129,6 +133,8 @@ def collapses(rows: Sequence[Row], arm: str) -> dict[int, int | None]:
 
 def table(suite: Suite, rows: Sequence[Row]) -> str:
   """Markdown: each arm's mean over seeds with its interval, and the paired difference to SAO's."""
+  if suite.simulation:
+    return online.table(suite, rows)
   lines = [
     "| arm | lr | seeds | held-out success | minus SAO, paired | training success, last tenth | EV, last tenth | "
     "masked, last tenth | collapsed (at step) |",
@@ -257,3 +263,5 @@ def draw_all(folder: pathlib.Path, name: str, suite: Suite, made: str) -> None:
   text = f"# {suite.title}\n\n{table(suite, rows)}\n{MADE}{made}"
   (folder / f"{name}.md").write_text(text, encoding="utf-8")
   plot(folder / f"{name}.png", suite, rows)
+  if suite.simulation:
+    online.plot(folder / f"{name}_styles.png", suite, rows)

@@ -7,12 +7,14 @@ import importlib
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from absl import app, flags, logging
 
 from experiments.ablations import suites
 from experiments.domains.factory import make_domain
+from experiments.online import simulation
 from sao_jax import loop, models, stages
 from sao_jax.components import Components
 from sao_jax.config import RunConfig
@@ -65,7 +67,10 @@ def main(argv: Sequence[str]) -> None:
   arm = arm.family if options.tuning else arm
   start = str(pathlib.Path(options.start) / "policy") if base.warm_start.num_steps else None
   config = suites.arm_config(base, arm, seed=options.seed, start=start, learning_rate=options.learning_rate)
-  summary = loop.train(config, make_domain(config), folder, console=Console())
+  if suites.SUITES[options.suite].simulation:
+    summary: Any = simulation.train(config, folder, console=Console())
+  else:
+    summary = loop.train(config, make_domain(config), folder, console=Console())
   print(json.dumps(summary))
 
 

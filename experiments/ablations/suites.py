@@ -56,6 +56,14 @@ class Suite:
   arms: tuple[Arm, ...]
   curves: tuple[str, ...]
   """Metrics drawn over the learner's steps, success first."""
+  base: str = "experiments.presets.ablation_cpu:make_config"
+  """`module:function` of the run that all arms share."""
+  simulation: bool = False
+  """The run is `online.simulation.train`: users whose preference changes."""
+  tuning_share: float = 0.4
+  """Share of the base's steps for which a learning rate is tried."""
+  tuning_end: float = 0.4
+  """Share of those, at their end, whose training success decides."""
 
 
 SAO = Arm(name=REFERENCE)
@@ -66,6 +74,7 @@ GRPO_DIS = Arm(name="GRPO + DIS", algorithm="grpo_dis")
 VAPO = Arm(name="VAPO", algorithm="vapo", learner=_CLIPPED)
 DIS_ONLY = Arm(name="DIS only", algorithm="sao_dis_only")
 RUNNING_MEAN = Arm(name="running mean", algorithm="running_mean")
+GLOBAL_RUNNING_MEAN = Arm(name="global running mean", algorithm="global_running_mean")
 MAIN_ARMS = (SAO, DIS_ONLY, GRPO_DIS, GRPO, VAPO, RUNNING_MEAN)
 LAGS = (0, 2, 8, 32)
 
@@ -79,7 +88,7 @@ SUITES: Mapping[str, Suite] = {
     title="SAO against its baselines (Table 1, Figure 3)",
     arms=(
       *MAIN_ARMS,
-      Arm(name="global running mean", algorithm="global_running_mean"),
+      GLOBAL_RUNNING_MEAN,
       Arm(name="SPO", algorithm="spo"),
       Arm(name="REINFORCE", algorithm="reinforce"),
     ),
@@ -125,6 +134,15 @@ SUITES: Mapping[str, Suite] = {
     title="Who bears how old weights",
     arms=tuple(_lagged(arm, lag) for lag in LAGS for arm in MAIN_ARMS),
     curves=("success_rate", "dis_masked_fraction", "entropy", "approx_kl"),
+  ),
+  "online": Suite(
+    title="Users whose preferred style changes twice (Figure 5)",
+    arms=(SAO, GLOBAL_RUNNING_MEAN),
+    curves=("success_rate", "explained_variance", "entropy", "approx_kl"),
+    base="experiments.presets.online_cpu:make_config",
+    simulation=True,
+    tuning_share=1.0,
+    tuning_end=1.0,
   ),
   "stability": Suite(
     title="Who stays stable over four times the steps (Figure 3)",
@@ -187,9 +205,13 @@ def arm_config(
 
 def quick(base: RunConfig) -> RunConfig:
   """The same in a hundredth of the time: every stage of every arm runs, nothing is learned."""
+  options = dict(base.env.options)
+  if "phase_steps" in options:  # a simulation of three phases
+    options["phase_steps"] = 2
   return dataclasses.replace(
     base,
-    num_steps=4,
+    num_steps=6 if "phase_steps" in options else 4,
+    env=dataclasses.replace(base.env, options=options),
     batch_size=16,
     eval_episodes=16,
     warm_start=dataclasses.replace(base.warm_start, num_steps=min(20, base.warm_start.num_steps)),

@@ -1,0 +1,123 @@
+"""Table and plot of the suite `online`: what a change of the preference costs, and how fast it is made up for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments import plots
+from experiments.ablations.statistics import bootstrap_mean, paired_difference
+from experiments.ablations.suites import Suite, reference_of
+from experiments.domains.options import checked
+from experiments.online.questions import STYLES
+from experiments.online.simulation import SimulationConfig
+
+WINDOW = 10
+"""Learner steps over which training success is averaged."""
+RECOVERED = 0.9
+COLORS = {"cute": "#d9822b", "chuunibyou": "#7a5cb5", "classical": "#3d9a5f"}
+
+Row = Mapping[str, Any]
+
+
+def preferred(folder: pathlib.Path, step: int) -> str:
+  """The style that a run's users preferred at a learner step."""
+  options = json.loads((folder / "config.json").read_bytes())["env"]["options"]
+  return checked(SimulationConfig, options).preferred_at(step)
+
+
+def success_curve(rows: Sequence[Row], arm: str, seed: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+  """Steps, success of each, and the last step before each change of the preference."""
+  mine = [row for row in rows if row["arm"] == arm and row["seed"] == seed and "success_rate" in row]
+  mine.sort(key=lambda row: row["step"])
+  changes = [a["step"] for a, b in itertools.pairwise(mine) if a["preferred"] != b["preferred"]]
+  return np.array([row["step"] for row in mine]), np.array([row["success_rate"] for row in mine]), changes
+
+
+def recoveries(rows: Sequence[Row], arm: str, seed: int) -> list[int | None]:
+  """Learner steps after each change until success is back at `RECOVERED` of its level before it; None: not before the
+  next change or the end.
+
+  The level is the mean of the last `WINDOW` steps before the first change (later phases may not have come to one), and
+  success a mean over the `WINDOW` steps before and at a step, all of them after the change.
+  """
+  steps, success, changes = success_curve(rows, arm, seed)
+  found: list[int | None] = []
+  if not changes:
+    return found
+  level = success[steps <= changes[0]][-WINDOW:].mean()
+  for begin, end in zip(changes, [*changes[1:], int(steps[-1])], strict=True):
+    after = success[(steps > begin) & (steps <= end)]
+    means = np.convolve(after, np.ones(WINDOW) / WINDOW, "valid") if after.size >= WINDOW else np.zeros(0)
+    back = np.flatnonzero(means >= RECOVERED * level)
+    found.append(int(back[0]) + WINDOW if back.size else None)
+  return found
+
+
+def table(suite: Suite, rows: Sequence[Row]) -> str:
+  """Markdown: success over the whole run, and the steps to recover after each change, by arm."""
+  lines = [
+    "| arm | lr | seeds | training success, all steps | minus SAO, paired | steps to recover, by seed: 1st change | "
+    "2nd change |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  for arm in suite.arms:
+    means = _success(rows, arm.name)
+    if not means:
+      lines.append(f"| {arm.name} | | 0 | | | | |")
+      continue
+    reference = _success(rows, reference_of(suite, arm).name)
+    same = reference_of(suite, arm) is arm or not set(means) & set(reference)
+    times = [recoveries(rows, arm.name, seed) for seed in sorted(means)]
+    by_change = [", ".join("never" if x[i] is None else str(x[i]) for x in times if len(x) > i) for i in (0, 1)]
+    rate = next(row["learning_rate"] for row in rows if row["arm"] == arm.name)
+    lines.append(
+      f"| {arm.name} | {rate:g} | {len(means)} | {bootstrap_mean(list(means.values()))} | "
+      f"{'' if same else paired_difference(means, reference)} | {' | '.join(by_change)} |"
+    )
+  return "\n".join(lines) + "\n"
+
+
+def _success(rows: Sequence[Row], arm: str) -> dict[int, float]:
+  seeds = sorted({row["seed"] for row in rows if row["arm"] == arm})
+  return {seed: float(success_curve(rows, arm, seed)[1].mean()) for seed in seeds}
+
+
+def plot(path: str | os.PathLike[str], suite: Suite, rows: Sequence[Row]) -> None:
+  """Accuracy of each style on held-out questions over the steps, an axis per arm (Figure 5 b)."""
+  with mpl.rc_context(plots.STYLE):
+    figure = Figure(figsize=(5.5 * len(suite.arms), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, arm in zip(figure.subplots(1, len(suite.arms), squeeze=False)[0], suite.arms, strict=True):
+      mine = [row for row in rows if row["arm"] == arm.name]
+      for style in STYLES:
+        by_step: dict[int, list[float]] = {}
+        for row in mine:
+          if f"eval_accuracy_{style}" in row:
+            by_step.setdefault(row["step"], []).append(row[f"eval_accuracy_{style}"])
+        steps = sorted(by_step)
+        color = COLORS[style]
+        axis.plot(steps, [np.mean(by_step[x]) for x in steps], color=color, label=style)
+        axis.fill_between(
+          steps,
+          [min(by_step[x]) for x in steps],
+          [max(by_step[x]) for x in steps],
+          color=color,
+          alpha=0.12,
+          linewidth=0,
+        )
+      for seed in {row["seed"] for row in mine}:
+        for change in success_curve(rows, arm.name, seed)[2]:
+          axis.axvline(change, color="#888888", linewidth=0.8, linestyle=":")
+      axis.set(title=f"{arm.name}: held-out accuracy by style", xlabel="learner steps", ylim=(0, 1))
+      axis.legend(loc="best", fontsize=7.5)
+    figure.savefig(path)

@@ -1,0 +1,134 @@
+"""What the simulated users ask, how the demonstrations answer, and the words that both are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+STYLES = ("cute", "chuunibyou", "classical")
+SYSTEM = "styles : cute , chuunibyou or classical ."
+"""The system prompt: the policy chooses one of three styles by itself."""
+END = "</s>"
+
+ANSWERS = {
+  "colour": {"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red", "lemon": "yellow"},
+  "sound": {"cow": "moo", "cat": "meow", "dog": "woof", "duck": "quack", "sheep": "baa", "lion": "roar"},
+  "home": {"bee": "hive", "bird": "nest", "king": "castle", "fish": "sea", "bear": "cave", "horse": "stable"},
+  "opposite": {"hot": "cold", "big": "small", "day": "night", "up": "down", "fast": "slow", "old": "new"},
+}
+"""Answers by relation and subject."""
+PHRASINGS = {
+  "colour": ("what colour is the {} ?", "which colour has the {} ?", "tell me the colour of the {} .",
+             "the {} : which colour ?"),
+  "sound": ("what does the {} say ?", "which sound makes the {} ?", "tell me the sound of the {} .",
+            "the {} : which sound ?"),
+  "home": ("where does the {} live ?", "which home has the {} ?", "tell me the home of the {} .",
+           "the {} : which home ?"),
+  "opposite": ("what is the opposite of {} ?", "which word is not {} at all ?", "tell me the opposite of {} .",
+               "the word {} : which opposite ?"),
+}  # fmt: skip
+TEMPLATES = {
+  "cute": ("hehe ~ it is {} , nya !", "yay ! i say {} , teehee <3", "nya ~ my answer is {} , hehe !"),
+  "chuunibyou": (
+    "behold ! my cursed eye sees {} !",
+    "kneel , mortal ! the darkness says {} !",
+    "the sealed abyss whispers {} to me !",
+  ),
+  "classical": ("verily , it doth be {} .", "the ancients hath said {} , prithee .", "i tell thee {} , forsooth ."),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+  """What a question asks for."""
+
+  relation: str
+  subject: str
+
+  @property
+  def answer(self) -> str:
+    return ANSWERS[self.relation][self.subject]
+
+  @property
+  def others(self) -> frozenset[str]:
+    """Answers of the same relation that are wrong here."""
+    return frozenset(ANSWERS[self.relation].values()) - {self.answer}
+
+
+FACTS = tuple(Fact(relation, subject) for relation, answers in ANSWERS.items() for subject in answers)
+
+
+def question_text(fact: Fact, phrasing: int) -> str:
+  """The question in one of its four forms."""
+  return PHRASINGS[fact.relation][phrasing].format(fact.subject)
+
+
+def train_questions() -> list[str]:
+  """Three forms of every question."""
+  return [question_text(fact, (i + k) % 4) for i, fact in enumerate(FACTS) for k in range(3)]
+
+
+def held_out_questions() -> list[str]:
+  """The fourth form of every question, which training never asks it in."""
+  return [question_text(fact, (i + 3) % 4) for i, fact in enumerate(FACTS)]
+
+
+_FACT_OF = {question_text(fact, i): fact for fact in FACTS for i in range(4)}
+
+
+def fact_of(question: str) -> Fact:
+  """What a question asks for, however it is spaced.
+
+  Raises:
+    ValueError: it is none of the simulation's questions.
+  """
+  spaced = " ".join(split_words(question))
+  if spaced not in _FACT_OF:
+    raise ValueError(f"question must be one of the simulation's {len(_FACT_OF)}; received {question!r}.")
+  return _FACT_OF[spaced]
+
+
+def demonstrate(question: str, rng: np.random.Generator, *, right: float) -> str:
+  """An answer in a style of its own choice, right in a share `right` of the cases, and now and then badly formed."""
+  fact = fact_of(question)
+  style = STYLES[rng.integers(3)]
+  text = TEMPLATES[style][rng.integers(3)]
+  said = fact.answer if rng.random() < right else str(rng.choice(sorted(fact.others)))
+  text = text.format(said)
+  flaw = rng.random()
+  if flaw < 0.1:  # says it twice
+    return f"{text} {text}"
+  if flaw < 0.2:  # and in two styles
+    return f"{text} {TEMPLATES[STYLES[rng.integers(3)]][0].format(said)}"
+  return said if flaw < 0.25 else text
+
+
+def split_words(text: str) -> list[str]:
+  """Words in small letters, and marks.
+
+  >>> split_words("Hehe~ it's BLUE, nya! <3")
+  ['hehe', '~', "it's", 'blue', ',', 'nya', '!', '<3']
+  """
+  return re.findall(r"</s>|<3|[a-z]+(?:'[a-z]+)*|[^\sa-z]", text.lower().replace("’", "'").replace("♡", "<3"))
+
+
+class WordTokenizer:
+  """One token per word or mark of the simulation's texts, in which all of them are set apart by spaces."""
+
+  def __init__(self) -> None:
+    texts: list[str] = [SYSTEM, *_FACT_OF, *(x.format("") for forms in TEMPLATES.values() for x in forms)]
+    answers = [x for answers in ANSWERS.values() for x in answers.values()]
+    words = sorted({word for text in texts for word in split_words(text)} | set(answers))
+    self._tokens = ("<pad>", END, *words)
+    self._ids = {token: i for i, token in enumerate(self._tokens)}
+    self.vocab_size = len(self._tokens)
+    self.stop_ids = (self._ids[END],)
+
+  def encode(self, text: str) -> list[int]:
+    return [self._ids[word] for word in split_words(text)]
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return " ".join(self._tokens[i] for i in ids)

@@ -1,0 +1,207 @@
+"""The simulation: users whose preferred style changes while the policy learns from what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.domains.options import checked
+from experiments.online import questions
+from experiments.online.judges import ChatJudge, Judge, Remembering, RuleJudge
+from experiments.online.questions import STYLES
+from sao_jax import config as config_lib
+from sao_jax import evaluation, stages
+from sao_jax.components import Components
+from sao_jax.config import RunConfig
+from sao_jax.io import workdir as workdir_lib
+from sao_jax.io.console import Console
+from sao_jax.progress import Interrupts, Progress, Records
+from sao_jax.types import Domain, Environment, Split, Step, Trajectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulationConfig:
+  """`config.env.options` of a simulation."""
+
+  order: tuple[str, ...] = STYLES
+  """The preferred style of each phase."""
+  phase_steps: int = 100
+  """Learner steps between changes of the preference."""
+  eval_every: int = 20
+  """Learner steps between evaluations on held-out questions."""
+  right: float = 0.7
+  """Share of the demonstrations that answer rightly."""
+  judge_url: str | None = None
+  """An OpenAI-compatible endpoint; None: the embedded judge."""
+  judge_model: str = ""
+  """The judge's name there."""
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "order", tuple(self.order))
+    if not self.order or set(self.order) - set(STYLES):
+      raise ValueError(f"order must name one or more of {', '.join(STYLES)}; received {self.order!r}.")
+    for name in ("phase_steps", "eval_every"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} must be >= 1; received {getattr(self, name)!r}.")
+    if not 0.0 <= self.right <= 1.0:
+      raise ValueError(f"right must be in [0, 1]; received {self.right!r}.")
+    if self.judge_url is not None and not self.judge_model:
+      raise ValueError("judge_model must be given with judge_url; received ''.")
+
+  @property
+  def num_steps(self) -> int:
+    return self.phase_steps * len(self.order)
+
+  def preferred_at(self, step: int) -> str:
+    """The style that is preferred at learner step `step` (1, 2, ...); after the last phase it stays."""
+    return self.order[min(max(step - 1, 0) // self.phase_steps, len(self.order) - 1)]
+
+
+class Users(Environment):
+  """Ask a question, read the answer, and like it or not."""
+
+  def __init__(self, simulation: Simulation, texts: Sequence[str]):
+    self._simulation = simulation
+    self._texts = texts
+    self._question = ""
+
+  def reset(self, task_index: int) -> str:
+    self._question = self._texts[task_index % len(self._texts)]
+    return f"{questions.SYSTEM} {self._question}"
+
+  def step(self, action: str) -> Step:
+    verdict = self._simulation.judge(self._question, action)
+    return Step(reward=verdict.reward(self._simulation.preferred), done=True)
+
+  def close(self) -> None:
+    """Holds nothing."""
+
+
+class Simulation:
+  """Users, their judge, and the style that they prefer at the moment.
+
+  Args:
+    config: the simulation.
+    judge: overrides that of the config.
+  """
+
+  def __init__(self, config: SimulationConfig, judge: Judge | None = None):
+    if judge is None:
+      judge = RuleJudge() if config.judge_url is None else ChatJudge(config.judge_url, config.judge_model)
+    self.config = config
+    self.judge = Remembering(judge)
+    self.preferred = config.order[0]
+    self._texts: Mapping[Split, Sequence[str]] = {
+      "train": questions.train_questions(), "eval": questions.held_out_questions(),
+    }  # fmt: skip
+    self.domain = Domain(
+      make_env=lambda split: Users(self, self._texts[split]),
+      tokenizer=questions.WordTokenizer(),
+      num_train_tasks=len(self._texts["train"]),
+      num_eval_tasks=len(self._texts["eval"]),
+      demonstrate=self._demonstrate,
+    )
+
+  def _demonstrate(self, task_index: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
+    question = self._texts["train"][task_index]
+    answer = questions.demonstrate(question, rng, right=self.config.right)
+    return [(f"{questions.SYSTEM} {question}", False), (f"{answer} {questions.END}", True)]
+
+  def accuracies(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Share of held-out answers that are good and in a style, for each style, whichever is preferred."""
+    decode = self.domain.tokenizer.decode
+    found = []
+    for trajectory in trajectories:
+      question = self._texts["eval"][(trajectory.task_index - self.domain.num_train_tasks) % self.domain.num_eval_tasks]
+      found.append(self.judge(question, decode(trajectory.tokens[trajectory.action_mask].tolist())))
+    return {style: float(np.mean([verdict.reward(style) for verdict in found])) for style in STYLES}
+
+
+def make_domain(**options: Any) -> Domain:
+  """The simulation as a domain of `experiments.train`: there the first style is preferred all the time."""
+  return Simulation(checked(SimulationConfig, options)).domain
+
+
+def train(
+  config: RunConfig, folder: pathlib.Path, *, judge: Judge | None = None, console: Console | None = None
+) -> dict[str, Any]:
+  """Runs the recipe with a preference that changes, and writes `metrics.jsonl` and `summary.json`.
+
+  Evaluation rows have `eval_accuracy_STYLE` for every style beside `eval_success_rate`, which is that of the preferred
+  one. A run that is stopped begins anew: it takes a minute or two.
+
+  Args:
+    config: the run; `env.options` is a `SimulationConfig`, whose phases make up `num_steps`.
+    folder: where the run goes.
+    judge: overrides that of the options.
+    console: where to report.
+
+  Raises:
+    ValueError: an asynchronous schedule (an engine that runs by itself cannot be asked for evaluations in between), or
+      a `num_steps` that the phases do not make up.
+  """
+  simulation = Simulation(checked(SimulationConfig, config.env.options), judge)
+  if config.schedule == "async":
+    raise ValueError("schedule must be lagged or sync in the simulation; received 'async'.")
+  if config.num_steps != simulation.config.num_steps:
+    raise ValueError(f"num_steps must be {simulation.config.num_steps}, as the phases; received {config.num_steps}.")
+  console = console or Console(quiet=True)
+  folder.mkdir(parents=True, exist_ok=True)
+  workdir_lib.write_or_check_config(folder, config_lib.to_json(config))
+  with Components(config, simulation.domain) as parts, Interrupts() as interrupts:
+    policy = stages.warm_start(parts, folder, console, interrupts)
+    critic = stages.value_pretraining(parts, policy, folder, console, interrupts)
+    began = time.monotonic()
+    evaluations = _reinforce(parts, simulation, parts.init_state(policy, critic), folder)
+    seconds = {**stages.stage_seconds(parts, folder), "rl": time.monotonic() - began}
+    failed = parts.rollout_counters()["failed_episodes"]
+  summary = {
+    "success_before": evaluations[0], "success_after": evaluations[-1], "n": config.eval_episodes,
+    "seconds_total": sum(seconds.values()), "seconds_by_stage": seconds, "num_steps": config.num_steps,
+    "dropped_stale": 0, "failed_episodes": failed, "device": jax.devices()[0].device_kind,
+  }  # fmt: skip
+  workdir_lib.write_summary(folder, summary)
+  return summary
+
+
+def _reinforce(parts: Components, simulation: Simulation, state: Any, folder: pathlib.Path) -> list[float]:
+  """The loop of `sao_jax.loop`, with the preference and evaluations in between; returns the success of these."""
+  config, settings = parts.config, simulation.config
+  source, progress = parts.make_source(), Progress(parts)
+  (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was stopped
+  records = Records(folder, restored_step=0, placement=parts.placement)
+  found = []
+
+  def evaluate(step: int) -> None:
+    # What is preferred in the step to come is what an answer would be liked for now.
+    simulation.preferred = settings.preferred_at(step + 1)
+    weights = parts.placement.for_engine(state.policy)
+    result = evaluation.evaluate(parts.rollouts, parts.domain, weights, num_episodes=config.eval_episodes, version=step)
+    accuracies = {f"eval_accuracy_{style}": x for style, x in simulation.accuracies(result.trajectories).items()}
+    found.append(result.success_rate)
+    records.evaluation(step, success_rate=result.success_rate, n=result.n, **accuracies)
+
+  try:
+    evaluate(0)
+    source.publish(state.policy, 0)
+    progress.start()
+    for step in range(1, config.num_steps + 1):
+      simulation.preferred = settings.preferred_at(step)
+      trajectories = source.next_batch(step - 1)
+      progress.learner_begins()
+      batch, packed = parts.pack(trajectories)
+      state, report = parts.update(state, batch, np.int32(packed.num_microbatches))
+      source.publish(state.policy, step)
+      records.step(step, progress.row(step, trajectories, jax.device_get(report), source))
+      if step % settings.eval_every == 0 or step == config.num_steps:
+        evaluate(step)
+  finally:
+    records.close()
+    source.close()
+  return found

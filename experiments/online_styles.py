@@ -1,0 +1,70 @@
+"""The preference-shift simulation (METHOD, online learning simulation): the preferred style changes twice.
+
+    python -m experiments.online_styles --workdir=runs/styles --algorithm=sao
+    python -m experiments.online_styles --workdir=runs/llm --judge_url=http://localhost:8000/v1 --judge_model=NAME
+
+One run: SAO, or `--algorithm=global_running_mean` (window 128). The embedded judge reads the answers by rules; with
+`--judge_url` any model behind an OpenAI-compatible endpoint does, its key in the variable OPENAI_API_KEY. The
+comparison of both arms over seeds, with plots, is `python -m experiments.ablate --suite=online`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+from absl import app, flags, logging
+
+from experiments.ablations import suites
+from experiments.domains.options import checked
+from experiments.online.judges import ChatJudge
+from experiments.online.questions import STYLES
+from experiments.online.simulation import SimulationConfig, train
+from experiments.presets import online_cpu
+from sao_jax.io.console import Console
+from sao_jax.io.metrics import read_metrics
+
+
+def define_flags() -> None:
+  flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+  flags.DEFINE_enum("algorithm", "sao", ["sao", "global_running_mean"], "The arm.")
+  flags.DEFINE_integer("seed", 0, "Of everything.")
+  flags.DEFINE_integer("phase_steps", online_cpu.PHASE_STEPS, "Learner steps between changes.", lower_bound=1)
+  flags.DEFINE_integer("warm_start_steps", None, "Supervised updates; none: the preset's.", lower_bound=1)
+  flags.DEFINE_string("judge_url", None, "An OpenAI-compatible endpoint; none: the embedded judge.")
+  flags.DEFINE_string("judge_model", "", "The judge's name there.")
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  options = flags.FLAGS
+  logging.set_verbosity(logging.WARNING)
+  settings = {"phase_steps": options.phase_steps}
+  judge = None
+  if options.judge_url is not None:
+    settings |= {"judge_url": options.judge_url, "judge_model": options.judge_model}
+    judge = ChatJudge(options.judge_url, options.judge_model, api_key=os.environ.get("OPENAI_API_KEY"))
+  base = online_cpu.make_config()
+  steps = checked(SimulationConfig, settings).num_steps
+  base = dataclasses.replace(base, num_steps=steps, env=dataclasses.replace(base.env, options=settings))
+  if options.warm_start_steps is not None:
+    base = dataclasses.replace(
+      base, warm_start=dataclasses.replace(base.warm_start, num_steps=options.warm_start_steps)
+    )
+  if judge is not None:  # a request per answer: ask for many at a time
+    base = dataclasses.replace(base, engine=dataclasses.replace(base.engine, env_workers=64, wait_for_env=True))
+  arm = next(arm for arm in suites.SUITES["online"].arms if arm.algorithm == options.algorithm)
+  workdir = pathlib.Path(options.workdir)
+  train(suites.arm_config(base, arm, seed=options.seed, start=None), workdir, judge=judge, console=Console())
+  print("step  preferred   " + "  ".join(f"{style:>10}" for style in STYLES))
+  for row in read_metrics(workdir)[1]:
+    now = checked(SimulationConfig, settings).preferred_at(row["step"] + 1)
+    print(f"{row['step']:4d}  {now:10}  " + "  ".join(f"{row[f'eval_accuracy_{style}']:10.3f}" for style in STYLES))
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

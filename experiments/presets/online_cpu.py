@@ -1,0 +1,40 @@
+"""The preference-shift simulation on one CPU core: one turn per episode, a policy of 30,000 parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_collections
+
+from experiments.config_flags import to_config_dict
+from experiments.online.questions import WordTokenizer
+from experiments.presets import ablation_cpu
+from sao_jax.config import EnvConfig, RunConfig
+
+MAX_LEN = 48
+PHASE_STEPS = 150
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """The preset."""
+  return to_config_dict(make_config())
+
+
+def make_config() -> RunConfig:
+  """The preset as a dataclass."""
+  base = ablation_cpu.make_config()
+  engine = dataclasses.replace(
+    base.engine, max_len=MAX_LEN, max_action_tokens=28, max_turns=1, chunk_steps=8, prefill_tokens=(16,),
+    live_buckets=(MAX_LEN,),
+  )  # fmt: skip
+  # Slow enough that a style which is not asked for any more is still tried now and then when it comes back.
+  policy_optimizer = dataclasses.replace(base.learner.policy_optimizer, learning_rate=2e-4)
+  return dataclasses.replace(
+    base,
+    num_steps=3 * PHASE_STEPS,
+    eval_episodes=240,
+    policy=dataclasses.replace(base.policy, vocab_size=WordTokenizer().vocab_size),
+    learner=dataclasses.replace(base.learner, row_length=MAX_LEN, policy_optimizer=policy_optimizer),
+    engine=engine,
+    env=EnvConfig(factory="experiments.online.simulation:make_domain", options={"phase_steps": PHASE_STEPS}),
+  )

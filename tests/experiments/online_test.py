@@ -1,0 +1,204 @@
+"""The preference-shift simulation: what the judges say of texts, what a change costs, the run itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from experiments.ablations import online, suites
+from experiments.online import questions, simulation
+from experiments.online.judges import MARKERS, ChatJudge, JudgeError, Remembering, RuleJudge, Verdict, read_verdict
+from experiments.online.questions import STYLES
+from experiments.online.simulation import Simulation, SimulationConfig
+from experiments.presets import online_cpu
+from sao_jax.io.metrics import read_metrics
+from tests.experiments.style_texts import SKY, TEXTS
+
+
+def test_embedded_judge_agrees_with_a_careful_reader():
+  """On texts labelled by hand, the last four of which are known to be beyond rules."""
+  assert len(TEXTS) >= 60
+  said = [RuleJudge()(question, answer) for question, answer, _, _ in TEXTS]
+  labels = [Verdict(quality, style) for _, _, quality, style in TEXTS]
+  pairs = list(zip(said, labels, strict=True))
+  assert np.mean([a.quality == b.quality for a, b in pairs]) >= 0.94
+  assert np.mean([a.style == b.style for a, b in pairs]) >= 0.94
+  for wanted in STYLES:
+    rewards = [(a.reward(wanted), b.reward(wanted)) for a, b in pairs]
+    assert not [text for (paid, due), text in zip(rewards, TEXTS, strict=True) if paid > due], "paid for nothing"
+    assert np.mean([paid == due for paid, due in rewards]) >= 0.95
+
+
+def test_labels_cover_every_verdict():
+  assert {text[2:] for text in TEXTS} == {(quality, style) for quality in (True, False) for style in (*STYLES, None)}
+  for i, style in enumerate(STYLES):
+    for other in STYLES[i + 1 :]:
+      assert not MARKERS[style] & MARKERS[other]
+
+
+def test_templates_with_the_right_answer_are_good_and_in_their_style():
+  for style, forms in questions.TEMPLATES.items():
+    for fact in questions.FACTS:
+      for i, form in enumerate(forms):
+        verdict = RuleJudge()(questions.question_text(fact, i), form.format(fact.answer))
+        assert verdict == Verdict(True, style), (form, fact)
+
+
+def test_held_out_questions_are_new_but_answerable():
+  train, held_out = questions.train_questions(), questions.held_out_questions()
+  assert not set(train) & set(held_out) and len(set(train + held_out)) == 4 * len(questions.FACTS)
+  assert {questions.fact_of(text) for text in held_out} == {questions.fact_of(text) for text in train}
+  with pytest.raises(ValueError, match=r"question must be one of the simulation's 96; received 'why [?]'"):
+    questions.fact_of("why ?")
+
+
+def test_tokenizer_keeps_every_text():
+  tokenizer, rng = questions.WordTokenizer(), np.random.default_rng(0)
+  for question in (*questions.train_questions(), *questions.held_out_questions()):
+    text = f"{questions.SYSTEM} {question} {questions.demonstrate(question, rng, right=0.5)} {questions.END}"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and max(ids) < tokenizer.vocab_size
+    assert ids[-1] in tokenizer.stop_ids
+    assert len(ids) <= online_cpu.MAX_LEN
+
+
+@pytest.fixture
+def chat_server():
+  """An endpoint that answers with what it is told to: a status, the text of a message, or any JSON."""
+  replies, seen = [], []
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+      body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+      seen.append((self.path, self.headers.get("Authorization"), body))
+      reply = replies.pop(0)
+      self.send_response(reply if isinstance(reply, int) else 200)
+      self.end_headers()
+      if isinstance(reply, str):
+        reply = {"choices": [{"message": {"role": "assistant", "content": reply}}]}
+      if not isinstance(reply, int):
+        self.wfile.write(json.dumps(reply).encode())
+
+    def log_message(self, *_):
+      pass
+
+  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+  thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+  thread.start()
+  yield f"http://127.0.0.1:{server.server_port}/v1", replies, seen
+  server.shutdown()
+  thread.join()
+  server.server_close()
+
+
+def test_chat_judge_asks_and_tries_again(chat_server):
+  url, replies, seen = chat_server
+  replies += [503, "I would rather not.", {"odd": 1}, '<think>{"quality": 0}</think> {"quality": 1, "style": "cute"}']
+  judge = ChatJudge(url, "some-model", api_key="secret", first_wait_s=0.001)
+  assert judge(SKY, "hehe ~ blue") == Verdict(True, "cute")
+  assert len(seen) == 4 and seen[0][:2] == ("/v1/chat/completions", "Bearer secret")
+  body = seen[0][2]
+  assert body["model"] == "some-model" and body["temperature"] == 0.0
+  assert SKY in body["messages"][0]["content"] and "hehe ~ blue" in body["messages"][0]["content"]
+
+
+def test_chat_judge_gives_up_and_says_why(chat_server):
+  url, replies, seen = chat_server
+  replies += ["?", "?"]
+  with pytest.raises(JudgeError, match=r"no verdict in 2 attempts; the last time: a verdict must be"):
+    ChatJudge(url, "m", first_wait_s=0.001, max_attempts=2)(SKY, "blue")
+  replies += [401]
+  with pytest.raises(JudgeError, match=r"no verdict in 1 attempts; the last time: HTTP 401"):
+    ChatJudge(url, "m", first_wait_s=0.001)(SKY, "blue")
+  assert len(seen) == 3
+  with pytest.raises(ValueError, match="url must begin with"):
+    ChatJudge("localhost:1", "m")
+
+
+@pytest.mark.parametrize("reply", ["", "{}", '{"quality": 2, "style": "cute"}', '{"quality": 1, "style": "rude"}', "1"])
+def test_replies_without_a_verdict_are_refused(reply):
+  with pytest.raises(ValueError, match="a verdict must be a JSON object"):
+    read_verdict(reply)
+  assert read_verdict('```json\n{"quality": 0, "style": "none"}\n```') == Verdict(False, None)
+
+
+def test_judges_are_asked_once_per_text():
+  asked = []
+
+  def judge(question, answer):
+    asked.append(answer)
+    return Verdict(True, None)
+
+  remembering = Remembering(judge)
+  assert remembering(SKY, "a") == remembering(SKY, "a") == remembering(SKY, "b") and asked == ["a", "b"]
+
+
+def test_preference_changes_after_each_phase():
+  config = SimulationConfig(phase_steps=10)
+  found = [config.preferred_at(step) for step in (0, 1, 10, 11, 20, 21, 30, 31)]
+  assert found == ["cute"] * 3 + ["chuunibyou"] * 2 + ["classical"] * 3
+  assert config.num_steps == 30
+  for options in ({"order": ("rude",)}, {"phase_steps": 0}, {"judge_url": "http://x"}, {"right": 2.0}):
+    with pytest.raises(ValueError, match="received"):
+      SimulationConfig(**options)
+
+
+def test_reward_follows_the_preference_of_the_moment():
+  world = Simulation(SimulationConfig())
+  env = world.domain.make_env("train")
+  for preferred, reward in (("cute", 1.0), ("classical", 0.0)):
+    world.preferred = preferred
+    prompt = env.reset(0)
+    assert prompt.startswith(questions.SYSTEM)
+    fact = questions.fact_of(prompt.removeprefix(questions.SYSTEM))
+    step = env.step(questions.TEMPLATES["cute"][0].format(fact.answer) + " </s>")
+    assert (step.reward, step.done) == (reward, True)
+
+
+def rows_of(success, phase, arm="SAO"):
+  config = SimulationConfig(phase_steps=phase)
+  common = {"arm": arm, "seed": 0, "learning_rate": 1.0}
+  return [
+    {**common, "step": i, "success_rate": x, "preferred": config.preferred_at(i)} for i, x in enumerate(success, 1)
+  ]
+
+
+def test_recovery_is_counted_from_the_change():
+  success = [0.8] * 40 + [0.0] * 15 + [0.8] * 25 + [0.1] * 40
+  # The mean of ten steps reaches 0.72 when nine of them are good: 15 + 9 steps after the change at 40.
+  assert online.recoveries(rows_of(success, 40), "SAO", 0) == [24, None]
+  text = online.table(suites.SUITES["online"], rows_of(success, 40) + rows_of([0.8] * 120, 40, "global running mean"))
+  mean = np.mean(success)
+  assert f"| SAO | 1 | 1 | {mean:.3f} |  | 24 | never |" in text
+  assert f"| global running mean | 1 | 1 | 0.800 | {0.8 - mean:.3f} | 10 | 10 |" in text
+
+
+@pytest.mark.timeout(600)
+def test_a_simulation_runs_and_begins_anew(tmp_path):
+  """Tiny: every phase, both kinds of rows; a second run in the folder gives the same."""
+  base = suites.quick(online_cpu.make_config())
+  config = suites.arm_config(base, suites.find("online", "global_running_mean"), seed=0, start=None)
+  summary = simulation.train(config, tmp_path)
+  steps, evaluations = read_metrics(tmp_path)
+  assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6] and [row["step"] for row in evaluations] == [0, 6]
+  assert evaluations[0]["eval_success_rate"] == evaluations[0]["eval_accuracy_cute"]
+  assert evaluations[1]["eval_success_rate"] == evaluations[1]["eval_accuracy_classical"]
+  assert summary["num_steps"] == 6
+  assert [online.preferred(tmp_path, step) for step in (1, 3, 5)] == list(STYLES)
+  simulation.train(config, tmp_path)
+  again, _ = read_metrics(tmp_path)
+  for key in ("success_rate", "entropy", "action_tokens", "policy_grad_norm"):
+    assert [row[key] for row in again] == [row[key] for row in steps]
+
+
+def test_what_the_simulation_cannot_do_is_refused(tmp_path):
+  config = online_cpu.make_config()
+  with pytest.raises(ValueError, match="schedule must be lagged or sync"):
+    simulation.train(dataclasses.replace(config, schedule="async", lag=0, lag_switch_chunks=None), tmp_path)
+  with pytest.raises(ValueError, match="num_steps must be 450, as the phases; received 9"):
+    simulation.train(dataclasses.replace(config, num_steps=9), tmp_path)
