@@ -10,7 +10,8 @@ SAO) and `SUITE.png`.
                steps, and goes on with the best (`tuned.json`); an arm at several lags is tuned once, at the base's
     --quick    every stage of every arm in minutes, at a size at which nothing is learned
     --base     the run that all arms share: another size is another base
-    --report   runs nothing: makes tables and plots of all suites in the workdir anew from their CSV files
+    --report   runs nothing: makes tables and plots of all suites in the workdir anew from their CSV files, and those
+               of RESULTS.md, if it is in the working directory: --report --workdir=experiments/results
 """
 
 from __future__ import annotations
@@ -190,7 +191,9 @@ def main(argv: Sequence[str]) -> None:
   options = flags.FLAGS
   workdir = pathlib.Path(options.workdir).absolute()
   if options.report:
-    report.remake(workdir)
+    print("made anew:", ", ".join(report.remake(workdir)))
+    if (document := pathlib.Path("RESULTS.md")).exists():
+      document.write_text(report.fill(document.read_text(encoding="utf-8"), workdir), encoding="utf-8")
     return
   if options.suite is None:
     raise app.UsageError("--suite is required without --report.")

@@ -1,41 +1,190 @@
-"""Evaluates a run's policy on held-out tasks: `python -m experiments.evaluate --workdir=runs/NAME --episodes=1000`."""
+"""Evaluates a policy: pass@1 on held-out tasks, averaged over runs.
+
+    python -m experiments.evaluate --workdir=runs/NAME --episodes=1000
+    python -m experiments.evaluate --checkpoint=DIR --benchmark=AIME2025 --data=aime2025.jsonl --out=results/aime
+    python -m experiments.evaluate --checkpoint=MODEL.gguf --benchmark=reasoning_gym:chain_sum --max_len=256 --notool
+
+The first takes the newest checkpoint of a run and that run's own tasks. The others take a Hugging Face directory or a
+GGUF file, its chat template, and a benchmark (`experiments.benchmark_sets`), under the paper's settings: temperature 1,
+top-p 1 (the engine samples from nothing else), up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs. Answers
+are graded by math-verify.
+
+Every sample is written to `OUT/samples.jsonl` as it ends; the same command goes on where it was stopped, with the same
+samples as if it had not been. Episodes of all runs are decoded together, `--num_slots` at a time.
+"""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, flags, logging
 
-from experiments import config_flags
+from experiments import benchmark_sets, config_flags
 from experiments.domains.factory import make_domain
 from sao_jax import config as config_lib
-from sao_jax import evaluation, exits, loop
+from sao_jax import evaluation, exits, loop, models
 from sao_jax.components import Components
-from sao_jax.config import RunConfig
+from sao_jax.config import EnvConfig, RunConfig
 from sao_jax.io import trajectories as trajectory_io
+from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
+from sao_jax.io.jsonl import JsonlFile
+from sao_jax.learner.algorithms import learner_config
+from sao_jax.rollout import EngineConfig
 from sao_jax.types import Params
+
+
+def define_flags() -> None:
+  flags.DEFINE_string("workdir", None, "Folder of a run.")
+  flags.DEFINE_integer("episodes", None, "Held-out episodes; default: the run's eval_episodes.", lower_bound=1)
+  flags.DEFINE_string("samples", None, "With --workdir: append every trajectory to this JSONL file.")
+  flags.DEFINE_string("checkpoint", None, "A Hugging Face directory or a GGUF file.")
+  flags.DEFINE_string("benchmark", None, f"One of {', '.join(benchmark_sets.BENCHMARKS)}, or reasoning_gym:TASK.")
+  flags.DEFINE_string("data", None, "JSONL file of the benchmark, with its published fields.")
+  flags.DEFINE_string("out", None, "Folder for samples and result.")
+  flags.DEFINE_integer("num_runs", None, "Runs over all problems; default: the paper's.", lower_bound=1)
+  flags.DEFINE_integer("num_tasks", 100, "Problems of a reasoning-gym set.", lower_bound=1)
+  flags.DEFINE_string("settings", "{}", "A reasoning-gym set's own settings, as a Python dictionary.")
+  flags.DEFINE_integer("max_turns", 50, "Actions per episode.", lower_bound=1)
+  flags.DEFINE_integer("max_len", 131_072, "Tokens per episode.", lower_bound=2)
+  flags.DEFINE_integer("max_action_tokens", None, "Tokens per action; default: as many as fit.", lower_bound=1)
+  flags.DEFINE_float("temperature", 1.0, "Sampling temperature.")
+  flags.DEFINE_float("top_p", 1.0, "The paper's; nothing else is on offer.")
+  flags.DEFINE_bool("tool", True, "Offer Python as a tool.")
+  flags.DEFINE_integer("num_slots", 16, "Episodes decoded at once.", lower_bound=1)
+  flags.DEFINE_enum("dtype", None, models.config.DTYPES, "Of the computation; default: the checkpoint's.")
 
 
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   logging.set_verbosity(logging.WARNING)
-  workdir = pathlib.Path(flags.FLAGS.workdir)
+  options = flags.FLAGS
+  check(options)
+  if options.workdir is not None:
+    evaluate_run(pathlib.Path(options.workdir), options.episodes, options.samples)
+  else:
+    print(describe(evaluate_benchmark(options)))
+
+
+def check(options: Any) -> None:
+  """Refuses flags that do not go together.
+
+  Raises:
+    UsageError: they do not.
+  """
+  if (options.workdir is None) == (options.checkpoint is None):
+    raise app.UsageError("one of --workdir and --checkpoint is required.")
+  if options.workdir is not None and options.benchmark is not None:
+    raise app.UsageError("--benchmark needs --checkpoint: a run is evaluated on its own tasks.")
+  if options.checkpoint is not None and (options.benchmark is None or options.out is None):
+    raise app.UsageError("--checkpoint needs --benchmark and --out.")
+  if options.top_p != 1.0:
+    raise app.UsageError(
+      f"--top_p must be 1: the engine samples from the whole distribution; received {options.top_p}."
+    )
+
+
+def evaluate_run(workdir: pathlib.Path, episodes: int | None, samples: str | None) -> None:
+  """Prints the success of a run's newest policy on its held-out tasks."""
   config = config_flags.from_config_dict(RunConfig, json.loads((workdir / "config.json").read_bytes()))
   with Components(config, make_domain(config)) as parts:
     step, policy = restore_policy(parts, workdir)
     weights = parts.placement.for_engine(policy)
     result = evaluation.evaluate(
-      parts.rollouts, parts.domain, weights, num_episodes=flags.FLAGS.episodes or config.eval_episodes, version=step
+      parts.rollouts, parts.domain, weights, num_episodes=episodes or config.eval_episodes, version=step
     )
-  if flags.FLAGS.samples is not None:
-    trajectory_io.write(flags.FLAGS.samples, result.trajectories, step=step)
+  if samples is not None:
+    trajectory_io.write(samples, result.trajectories, step=step)
   print(
     f"checkpoint {step}: success {result.success_rate:.3f} (95 % interval {result.low:.3f} to {result.high:.3f}), "
     f"n = {result.n}, {result.turns_mean:.2f} turns, {result.failed} failed episodes"
+  )
+
+
+def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
+  """Runs what is missing of a benchmark, and writes `OUT/result.json`.
+
+  Args:
+    options: an object with the flags as attributes.
+
+  Raises:
+    ValueError: a setting that the benchmark or the engine refuses, or a folder that holds another evaluation.
+  """
+  out = pathlib.Path(options.out)
+  out.mkdir(parents=True, exist_ok=True)
+  num_runs = options.num_runs or benchmark_sets.default_runs(options.benchmark)
+  model, params = load(options.checkpoint, options.dtype)
+  config = benchmark_config(options, model)
+  with workdir_lib.WorkdirLock(out):
+    workdir_lib.write_or_check_config(out, config_lib.to_json(config), may_differ=("engine.num_slots",))
+    samples = out / "samples.jsonl"
+    known = trajectory_io.read(samples) if samples.exists() else []
+    with Components(config, make_domain(config)) as parts:
+      weights = parts.placement.for_engine(parts.placement.put(params))
+      file = JsonlFile(samples)
+      try:
+        result = evaluation.evaluate_runs(
+          parts.rollouts, parts.domain, weights, num_runs=num_runs, known=known,
+          on_done=lambda trajectory: file.append(trajectory_io.to_json(trajectory)),
+        )  # fmt: skip
+      finally:
+        file.close()
+  row = {"benchmark": options.benchmark, "checkpoint": options.checkpoint, **dataclasses.asdict(result)}
+  (out / "result.json").write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+  return result
+
+
+def load(checkpoint: str, dtype: str | None) -> tuple[models.ModelConfig, Params]:
+  """A checkpoint's model and parameters."""
+  path = pathlib.Path(checkpoint)
+  kind = {} if dtype is None else {"dtype": dtype, "param_dtype": dtype}
+  return models.load_gguf(path, **kind) if path.suffix == ".gguf" else models.load_hf(path, **kind)
+
+
+def benchmark_config(options: Any, model: models.ModelConfig) -> RunConfig:
+  """What is evaluated, and how, as the config of a run without steps."""
+  max_len = options.max_len
+  prefill = sorted({min(size, max_len) for size in (64, 512)})
+  return RunConfig(
+    num_steps=0,
+    schedule="sync",
+    policy=model,
+    learner=learner_config("sao", row_length=max_len, temperature=options.temperature),
+    engine=EngineConfig(
+      num_slots=options.num_slots,
+      max_len=max_len,
+      max_action_tokens=min(options.max_action_tokens or max_len, max_len),
+      max_turns=options.max_turns,
+      temperature=options.temperature,
+      prefill_tokens=tuple(prefill),
+    ),
+    env=EnvConfig(
+      factory="experiments.benchmark_sets:make_domain",
+      options={
+        "benchmark": options.benchmark,
+        "checkpoint": options.checkpoint,
+        "data": options.data,
+        "tool": options.tool,
+        "max_turns": options.max_turns,
+        "num_tasks": options.num_tasks,
+        "settings": ast.literal_eval(options.settings),
+      },
+    ),
+  )
+
+
+def describe(result: evaluation.PassAtOne) -> str:
+  """The result in a line."""
+  return (
+    f"pass@1 {result.mean:.3f} (95 % interval over problems {result.low:.3f} to {result.high:.3f}), mean of "
+    f"{result.num_runs} runs of {result.num_problems} problems (least {min(result.by_run):.3f}, greatest "
+    f"{max(result.by_run):.3f}), {result.turns_mean:.2f} turns, {result.truncated} truncated, {result.failed} failed"
   )
 
 
@@ -54,8 +203,6 @@ def restore_policy(parts: Components, workdir: pathlib.Path) -> tuple[int, Param
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
-  flags.DEFINE_integer("episodes", None, "Held-out episodes; default: the run's eval_episodes.", lower_bound=1)
-  flags.DEFINE_string("samples", None, "Append every evaluated trajectory to this JSONL file.")
+  define_flags()
   with exits.whatever_is_left():
     app.run(main)

@@ -8,9 +8,11 @@ import re
 from experiments.ablations import results
 from experiments.ablations.suites import SUITES
 
+NOTHING = "Not run yet."
+
 
 def remake(folder: pathlib.Path) -> list[str]:
-  """Writes `SUITE/SUITE.md` and `SUITE/SUITE.png` for every `SUITE/SUITE.csv` in a folder; returns the suites.
+  """Writes `SUITE/SUITE.md` and plots for every `SUITE/SUITE.csv` in a folder; returns the suites.
 
   Raises:
     ValueError: the folder holds no results.
@@ -25,11 +27,18 @@ def remake(folder: pathlib.Path) -> list[str]:
 
 
 def fill(text: str, folder: pathlib.Path) -> str:
-  """A document whose tables, from a line `<!-- SUITE -->` to `<!-- end -->`, are made anew from the CSV files."""
+  """A document whose tables, from a line `<!-- SUITE -->` to `<!-- end -->`, are made anew from the CSV files.
+
+  Raises:
+    ValueError: a name between the marks is no suite.
+  """
 
   def table(match: re.Match[str]) -> str:
     name = match[1]
-    rows = results.read_csv(folder / name / f"{name}.csv")
-    return f"<!-- {name} -->\n\n{results.table(SUITES[name], rows)}\n<!-- end -->"
+    if name not in SUITES:
+      raise ValueError(f"a table must be that of one of {', '.join(SUITES)}; received {name!r}.")
+    path = folder / name / f"{name}.csv"
+    body = results.table(SUITES[name], results.read_csv(path)) if path.exists() else f"{NOTHING}\n"
+    return f"<!-- {name} -->\n\n{body}\n<!-- end -->"
 
   return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pathlib
 import subprocess
 import sys
 
@@ -198,3 +199,28 @@ def test_smoothing_keeps_length_and_means(size):
   half = min(11, size - 1) // 2
   want = [np.nanmean(values[max(0, i - half) : i + half + 1]) for i in range(size)]
   np.testing.assert_allclose(smooth, want)
+
+
+def test_tables_of_results_md_are_those_of_the_committed_files():
+  """Every number in a table of RESULTS.md comes out of a committed CSV file again."""
+  root = pathlib.Path(__file__).parents[2]
+  text = (root / "RESULTS.md").read_text(encoding="utf-8")
+  assert report.fill(text, root / "experiments" / "results") == text
+  for name in SUITES:
+    assert f"<!-- {name} -->" in text
+    if (path := root / "experiments" / "results" / name / f"{name}.md").exists():
+      made = path.read_text(encoding="utf-8")
+      rows = results.read_csv(path.with_suffix(".csv"))
+      assert results.table(SUITES[name], rows) in made and "python -m experiments.ablate" in made
+
+
+def test_documents_are_filled(tmp_path, rows):
+  (tmp_path / "granularity").mkdir()
+  results.write_csv(tmp_path / "granularity" / "granularity.csv", rows)
+  text = report.fill("A\n<!-- granularity -->\nold\n<!-- end -->\nB\n<!-- main -->\nold\n<!-- end -->\n", tmp_path)
+  assert "old" not in text and "| SAO | 0.001 | 2 | 0.250" in text and text.startswith("A\n")
+  assert f"<!-- main -->\n\n{report.NOTHING}\n\n<!-- end -->\n" in text
+  with pytest.raises(ValueError, match=r"a table must be that of one of main.*received 'nope'"):
+    report.fill("<!-- nope -->\n<!-- end -->", tmp_path)
+  with pytest.raises(ValueError, match=r"must hold SUITE/SUITE\.csv"):
+    report.remake(tmp_path / "granularity")

@@ -1,0 +1,117 @@
+"""`experiments.evaluate` on a checkpoint: published files, samples, resumption, what is refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import types
+
+import pytest
+from absl import app
+
+from experiments import benchmark_sets, evaluate
+from sao_jax import models
+from sao_jax.io import trajectories as trajectory_io
+from tests.experiments.chat_domain_test import checkpoint as tokenizer_directory  # noqa: F401  (a fixture)
+from tests.models import tiny
+
+PROBLEMS = {
+  "AIME2025": [{"problem_idx": 1, "problem": "1+1?", "answer": 2}, {"problem_idx": 2, "problem": "2+2?", "answer": 4}],
+  "HMMT": [{"problem_idx": 1, "problem": "x?", "answer": "$\\frac{1}{2}$", "problem_type": ["Algebra"]}],
+  "BeyondAIME": [{"problem": "y?", "answer": 7}],
+  "IMOAnswerBench": [{"Problem ID": "imo-1", "Problem": "z?", "Short Answer": "$2^{10}$", "Category": "Algebra"}],
+}
+
+
+def write(path, rows):
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+  return str(path)
+
+
+@pytest.mark.parametrize(
+  ("name", "right"), [("AIME2025", "2"), ("HMMT", "0.5"), ("BeyondAIME", "7"), ("IMOAnswerBench", "1024")]
+)
+def test_published_fields_are_read_and_graded(name, right, tokenizer_directory, tmp_path):  # noqa: F811
+  pytest.importorskip("math_verify")
+  data = write(tmp_path / "set.jsonl", PROBLEMS[name])
+  domain = benchmark_sets.make_domain(
+    benchmark=name, checkpoint=tokenizer_directory, data=data, max_turns=50, tool=False
+  )
+  assert domain.num_eval_tasks == len(PROBLEMS[name])
+  env = domain.make_env("eval")
+  assert PROBLEMS[name][0].get("problem", "z?") in env.reset(0)
+  assert env.step(f"\\boxed{{{right}}}<end>").reward == 1.0
+  env.reset(0)
+  assert env.step("\\boxed{-3}<end>").reward == 0.0
+  domain.close()
+
+
+def test_the_papers_numbers_of_runs():
+  assert {name: benchmark_sets.default_runs(name) for name in PROBLEMS} == {
+    "AIME2025": 16, "HMMT": 16, "BeyondAIME": 4, "IMOAnswerBench": 16,
+  }  # fmt: skip
+  assert benchmark_sets.default_runs("reasoning_gym:chain_sum") == 1
+
+
+def test_what_is_no_benchmark_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"benchmark must be one of AIME2025, HMMT.*received 'AIME'"):
+    benchmark_sets.default_runs("AIME")
+  data = write(tmp_path / "x.jsonl", PROBLEMS["IMOAnswerBench"])
+  with pytest.raises(ValueError, match="lines of HMMT must have 'problem' and 'answer'; the first has"):
+    benchmark_sets.published_fields("HMMT", data)
+  common = {"checkpoint": "", "max_turns": 1, "tool": False}
+  with pytest.raises(ValueError, match="data must name the JSONL file of HMMT"):
+    benchmark_sets.make_domain(benchmark="HMMT", data=None, **common)
+  with pytest.raises(ValueError, match="data must be left out"):
+    benchmark_sets.make_domain(benchmark="reasoning_gym:lcm", data=data, **common)
+
+
+@pytest.mark.timeout(600)
+def test_samples_are_written_and_a_stopped_evaluation_goes_on(tokenizer_directory, tmp_path):  # noqa: F811
+  """A model that says nothing sensible: what counts is that all is run, written, counted and repeatable."""
+  pytest.importorskip("math_verify")
+  directory = tmp_path / "model"
+  config = tiny.dense(vocab_size=261)
+  models.save_hf(directory, config, tiny.policy_params(config))
+  for name in ("tokenizer.json", "tokenizer_config.json"):
+    shutil.copy(pathlib.Path(tokenizer_directory) / name, directory)
+  data = write(tmp_path / "aime.jsonl", PROBLEMS["AIME2025"])
+  options = types.SimpleNamespace(
+    out=str(tmp_path / "out"), checkpoint=str(directory), benchmark="AIME2025", data=data, num_runs=3, num_tasks=100,
+    settings="{}", max_turns=2, max_len=112, max_action_tokens=8, temperature=1.0, tool=False, num_slots=4, dtype=None,
+  )  # fmt: skip
+  result = evaluate.evaluate_benchmark(options)
+  samples = trajectory_io.read(tmp_path / "out" / "samples.jsonl")
+  assert sorted(x.episode_id for x in samples) == list(range(6))
+  assert sorted(x.task_index for x in samples) == [2, 2, 2, 3, 3, 3]  # behind the two training tasks
+  assert (result.num_runs, result.num_problems, result.failed, len(result.by_run)) == (3, 2, 0, 3)
+  assert result.mean == sum(x.success for x in samples) / 6
+  assert all(x.num_actions <= 2 * 8 for x in samples)
+  row = json.loads((tmp_path / "out" / "result.json").read_bytes())
+  assert row["mean"] == result.mean and row["benchmark"] == "AIME2025"
+  # Stopped after two samples: the others come out as they were.
+  path = tmp_path / "out" / "samples.jsonl"
+  path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+  assert evaluate.evaluate_benchmark(options) == result
+  again = {x.episode_id: x.tokens.tolist() for x in trajectory_io.read(path)}
+  assert again == {x.episode_id: x.tokens.tolist() for x in samples}
+  options.max_turns = 3
+  with pytest.raises(ValueError, match="max_turns"):
+    evaluate.evaluate_benchmark(options)
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({}, "one of --workdir and --checkpoint"),
+    ({"workdir": "w", "checkpoint": "c"}, "one of --workdir and --checkpoint"),
+    ({"workdir": "w", "benchmark": "HMMT"}, "--benchmark needs --checkpoint"),
+    ({"checkpoint": "c", "benchmark": "HMMT"}, "--checkpoint needs --benchmark and --out"),
+    ({"checkpoint": "c", "benchmark": "HMMT", "out": "o", "top_p": 0.9}, "--top_p must be 1: .* received 0.9"),
+  ],
+)
+def test_flags_that_do_not_go_together_are_refused(given, message):
+  none = {"workdir": None, "checkpoint": None, "benchmark": None, "out": None, "top_p": 1.0}
+  with pytest.raises(app.UsageError, match=message):
+    evaluate.check(types.SimpleNamespace(**{**none, **given}))
