@@ -33,7 +33,7 @@ from sao_jax.config import EnvConfig, RunConfig
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
-from sao_jax.io.jsonl import JsonlFile
+from sao_jax.io.jsonl import JsonlFile, cut_after_step
 from sao_jax.learner.algorithms import learner_config
 from sao_jax.rollout import EngineConfig
 from sao_jax.types import Params
@@ -124,6 +124,7 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
   with workdir_lib.WorkdirLock(out):
     workdir_lib.write_or_check_config(out, config_lib.to_json(config), may_differ=("engine.num_slots",))
     samples = out / "samples.jsonl"
+    cut_after_step(samples, 0)  # of a kill there may be half a line at the end
     known = trajectory_io.read(samples) if samples.exists() else []
     with Components(config, make_domain(config)) as parts:
       weights = parts.placement.for_engine(parts.placement.put(params))

@@ -90,9 +90,10 @@ def test_samples_are_written_and_a_stopped_evaluation_goes_on(tokenizer_director
   assert all(x.num_actions <= 2 * 8 for x in samples)
   row = json.loads((tmp_path / "out" / "result.json").read_bytes())
   assert row["mean"] == result.mean and row["benchmark"] == "AIME2025"
-  # Stopped after two samples: the others come out as they were.
+  # Killed while the third sample was written: the others come out as they were.
   path = tmp_path / "out" / "samples.jsonl"
-  path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text("".join(lines[:2]) + lines[2][:40])
   assert evaluate.evaluate_benchmark(options) == result
   again = {x.episode_id: x.tokens.tolist() for x in trajectory_io.read(path)}
   assert again == {x.episode_id: x.tokens.tolist() for x in samples}
