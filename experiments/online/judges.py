@@ -194,7 +194,7 @@ def read_verdict(reply: str) -> Verdict:
     try:
       found = json.loads(text)
     except ValueError:
-      continue
+      continue  # braces in the reasoning around it
     if found.get("quality") in (0, 1) and found.get("style") in (*STYLES, "none"):
       return Verdict(bool(found["quality"]), None if found["style"] == "none" else found["style"])
   raise ValueError(f"a verdict must be a JSON object with quality 0 or 1 and a style; received {reply[:200]!r}.")

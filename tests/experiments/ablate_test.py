@@ -188,7 +188,7 @@ def test_a_suite_from_start_to_table(tmp_path):
   assert (tmp_path / "granularity" / "granularity.md").read_text() == made
   other = [*command, "--base=experiments.presets.ablation_cpu:make_config"]
   refused = subprocess.run(other, capture_output=True, text=True, check=False, timeout=100)
-  assert refused.returncode != 0 and "another" in refused.stderr
+  assert refused.returncode != 0 and "different config" in refused.stderr
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 40])
