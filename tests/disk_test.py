@@ -25,7 +25,7 @@ from sao_jax.io import jsonl, workdir
 from sao_jax.io.checkpoints import Checkpointer, CheckpointError
 from sao_jax.io.metrics import MetricsWriter, read_metrics
 from tests.bare_run import bare, busy_domain
-from tests.loop_test import compile_once, final_params, without_times  # noqa: F401
+from tests.loop_test import final_params, without_times
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # When a write fails, Orbax closes the event loop that its other writes then report to.

@@ -25,7 +25,7 @@ from tests.bare_run import BusyEnv, bare, busy_domain
 from tests.io.trajectories_test import assert_same, make
 from tests.learner import tiny
 from tests.learner.update_test import make_config
-from tests.loop_test import compile_once, final_params, without_times  # noqa: F401
+from tests.loop_test import final_params, without_times
 
 
 def poison(monkeypatch: Any, calls: set[int]) -> None:

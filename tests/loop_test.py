@@ -8,13 +8,11 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from sao_jax import loop
 from sao_jax.components import Components
@@ -75,23 +73,6 @@ def tiny_config(**changes: Any) -> RunConfig:
     "checkpoint": CheckpointConfig(every_steps=2),
   }
   return RunConfig(**{**base, **changes})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-  """Every run compiles the same programs: the second one finds them in a cache on disk, in other modules too."""
-  settings = {
-    "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
-    "jax_persistent_cache_min_compile_time_secs": 0.2,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for name, value in settings.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from sao_jax.learner import learner_config
 from sao_jax.rollout import sources
 from sao_jax.types import Domain, Step
 from tests.bare_run import BusyEnv, bare, busy_domain
-from tests.loop_test import LEARNER, compile_once, final_params, without_times  # noqa: F401
+from tests.loop_test import LEARNER, final_params, without_times
 from tests.tiny_domain import tiny_domain
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
-import pytest
-from jax.experimental import compilation_cache
 
 from experiments.benchmarks import async_speedup
 from experiments.benchmarks.async_speedup import Replay, SlowTool, Span
 from experiments.cluster.workload import Episode
 
 
-@pytest.fixture
-def compile_once(tmp_path):
-  """The schedules run the same programs: compiled for the first, they are read back for the others."""
-  names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-  before = {name: getattr(jax.config, name) for name in names}
-  jax.config.update(names[0], str(tmp_path))
-  jax.config.update(names[1], 0.1)
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.compilation_cache.reset_cache()
-
-
-def test_run(compile_once):
+def test_run():
   result = async_speedup.run(batch_size=8, slots=8, steps=2, warmup_steps=1)
   assert {
     "trajectories_per_s", "speedup_async_over_sync", "speedup_async_over_group", "simulated_speedup",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from experiments.benchmarks import checkpointing
 from tests.bare_run import bare, busy_domain
-from tests.loop_test import compile_once  # noqa: F401
 
 
 def test_it_reports_what_a_save_costs(tmp_path):

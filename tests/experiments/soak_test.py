@@ -10,7 +10,6 @@ import pytest
 from experiments import soak
 from experiments.domains.overload import Scenario, Times
 from sao_jax.rollout import TrajectoryQueue, sources
-from tests.loop_test import compile_once  # noqa: F401
 
 TIMES = Times(minutes=0.08, slow_tool_s=0.3, stall_every_s=2.0, stall_s=0.3, env_timeout_s=0.6)
 

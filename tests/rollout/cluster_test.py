@@ -37,11 +37,8 @@ pytestmark = pytest.mark.xdist_group("ray")  # one Ray for all of them
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def ray_cluster() -> Iterator[None]:
   os.environ.setdefault("RAY_worker_niceness", "0")  # 15 else: a busy machine would leave them nothing
-  # The first engine compiles for all.
-  os.environ["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
-  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   ray.init(
     address="local",
     num_cpus=2,
@@ -52,7 +49,6 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
   )
   yield
   ray.shutdown()
-  del os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
 
 
 class Run:

@@ -38,20 +38,19 @@ def assert_close(got: list[dict[str, Any]], want: list[dict[str, Any]], toleranc
 def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   """Folders of all runs: one device; 8 devices, the last step on another mesh; two processes of 4 devices each."""
   root = tmp_path_factory.mktemp("runs")
-  cache = {"JAX_COMPILATION_CACHE_DIR": str(root / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
   with socket.socket() as probe:
     probe.bind(("localhost", 0))
     address = f"localhost:{probe.getsockname()[1]}"
   launch = {"SAO_COORDINATOR": address, "SAO_NUM_PROCESSES": "2", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
   folder = str(root)
-  one = processes.start(PROGRAM, folder, "one:data=1:sync:3", devices=1, **cache)
+  one = processes.start(PROGRAM, folder, "one:data=1:sync:3", devices=1)
   eight = processes.start(
     PROGRAM, folder, f"eight:{MESH}:sync:2", "eight:data=4,context=2:sync:3", "async:data=4,context=2:async:2",
-    devices=8, **cache,
+    devices=8,
   )  # fmt: skip
   reports = [processes.finish(process, LIMIT) for process in (one, eight)]
   run = f"two:{MESH}:sync:2"
-  pair = [processes.start(PROGRAM, folder, run, devices=4, **cache, **launch, SAO_PROCESS_ID=str(i)) for i in (0, 1)]
+  pair = [processes.start(PROGRAM, folder, run, devices=4, **launch, SAO_PROCESS_ID=str(i)) for i in (0, 1)]
   reports += [processes.finish(process, LIMIT) for process in pair]
   assert [report["devices"] for report in reports] == [1, 8, 8, 8]
   assert [report["processes"] for report in reports] == [1, 1, 2, 2]
