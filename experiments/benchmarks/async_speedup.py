@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -235,7 +236,9 @@ def _summary(
   spans: Mapping[int, Span],
 ) -> Measured:
   counts = {key: parts.engine.counters[key] - before[key] for key in ("busy_seconds", "chunks")}
-  token_s = counts["busy_seconds"] / (counts["chunks"] * parts.config.engine.chunk_steps)
+  # An engine that is far ahead may not have decoded at all in a short measurement.
+  steps_decoded = counts["chunks"] * parts.config.engine.chunk_steps
+  token_s = counts["busy_seconds"] / steps_decoded if steps_decoded else math.nan
   trajectories = sorted((x for x, _ in done), key=lambda x: x.episode_id)
   episodes = tuple(
     Episode(tokens=x.num_actions, turns=x.num_turns, waits_s=(spans[x.task_index].tool_s,)) for x in trajectories

@@ -19,9 +19,10 @@ from sao_jax import config as config_lib
 from sao_jax import evaluation, stages
 from sao_jax.components import Components
 from sao_jax.config import RunConfig
+from sao_jax.interrupts import Interrupts
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.console import Console
-from sao_jax.progress import Interrupts, Progress, Records
+from sao_jax.progress import Progress, Records
 from sao_jax.types import Domain, Environment, Split, Step, Trajectory
 
 
