@@ -31,7 +31,6 @@ from sao_jax.types import Params, Step
 
 _NUM_STOP_IDS = 16
 _SAMPLER_TOKENS = 288
-_WARMUP = 25
 
 
 class _LetterTokenizer:
@@ -69,12 +68,12 @@ def _requests() -> Iterator[EpisodeRequest]:
 
 
 def engine_rates(
-  params: Params, config: EngineConfig, *, seconds: float, repeats: int
+  params: Params, config: EngineConfig, *, seconds: float, repeats: int, warmup: int
 ) -> Iterator[tuple[float, float]]:
   """Yields (action tokens per second, mean trajectory length) of successive windows of a compiled, full engine."""
   with Engine(model=decoding.POLICY, make_env=_Turns, tokenizer=_LetterTokenizer(), config=config) as engine:
     trajectories = engine.generate(lambda _: (params, 0), _requests())
-    for _ in range(_WARMUP * config.num_slots):
+    for _ in range(warmup * config.num_slots):
       next(trajectories)  # compiles all shapes, and mixes the slots' phases
     for _ in range(repeats):
       tokens, began, lengths = engine.counters["tokens_generated"], time.perf_counter(), []
@@ -86,7 +85,15 @@ def engine_rates(
 
 
 def run(
-  *, slots: int, max_len: int, chunk_steps: int, lanes: int, env_workers: int, seconds: float, repeats: int
+  *,
+  slots: int,
+  max_len: int,
+  chunk_steps: int,
+  lanes: int,
+  env_workers: int,
+  seconds: float,
+  repeats: int,
+  warmup: int,
 ) -> dict[str, float]:
   """Times engine and sampler in turns, prints rows and returns the last line's object."""
   params = init_policy(decoding.MODEL, jax.random.key(0))
@@ -113,7 +120,7 @@ def run(
   )
   raw(0)  # compiles
   best, best_raw = 0.0, 0.0
-  for rate, length in engine_rates(params, config, seconds=seconds, repeats=repeats):
+  for rate, length in engine_rates(params, config, seconds=seconds, repeats=repeats, warmup=warmup):
     best = max(best, rate)
     began = time.perf_counter()
     best_raw = max(best_raw, raw(1)[0].size / (time.perf_counter() - began))
@@ -131,13 +138,16 @@ def define_flags() -> None:
   flags.DEFINE_integer("lanes", decoding.num_lanes(), "Lanes of the sampler: threads that decode.", lower_bound=1)
   flags.DEFINE_integer("env_workers", 4, "Environment threads; 0 runs them inline.", lower_bound=0)
   flags.DEFINE_float("seconds", 5.0, "Length of each measurement.", lower_bound=0.0)
+  flags.DEFINE_integer(
+    "warmup", 25, "Trajectories per slot before it is timed: all shapes must be compiled.", lower_bound=1
+  )
   flags.DEFINE_integer("repeats", 3, "Rounds; the best of each contender counts.", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  names = ("slots", "max_len", "chunk_steps", "lanes", "env_workers", "seconds", "repeats")
+  names = ("slots", "max_len", "chunk_steps", "lanes", "env_workers", "seconds", "repeats", "warmup")
   print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 
