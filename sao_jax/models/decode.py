@@ -79,7 +79,7 @@ def open_window(
 ) -> Window:
   """A window for `steps` steps whose first tokens stand at `positions` `[S]`; see `types.CachedPolicy.window`."""
 
-  def move(layer: LayerCache, live_len: int, slot: jax.Array, position: jax.Array) -> LayerCache:
+  def move(slot: jax.Array, position: jax.Array, layer: LayerCache, live_len: int) -> LayerCache:
     first = position + steps  # of the columns that remain, counted in the padded copy
     around = (live_len, max(live_len - layer["value"].shape[-2], 0))
     key = jnp.pad(layer["key"][slot, ..., :live_len], ((0, 0), (0, 0), around))
@@ -90,9 +90,8 @@ def open_window(
     )
 
   def group(live_len: int, slots: jax.Array, positions: jax.Array) -> dict[str, LayerCache]:
-    one = functools.partial(move, live_len=live_len)
     return {
-      name: jax.vmap(lambda slot, position, layer=layer: one(layer, slot=slot, position=position))(slots, positions)
+      name: jax.vmap(functools.partial(move, layer=layer, live_len=live_len))(slots, positions)
       for name, layer in cache.items()
     }
 

@@ -152,8 +152,9 @@ class Residency:
     self._counts["moved_out"] += 1
 
   def _vacate(self, seat: Seat) -> None:
-    assert seat.slot is not None
-    heapq.heappush(self._free[seat.slot % self._sampler.num_lanes], seat.slot)
+    lane = self.lane(seat)
+    assert lane is not None and seat.slot is not None
+    heapq.heappush(self._free[lane], seat.slot)
     seat.slot = None
 
   def _move_in(self, seat: Seat, lane: int) -> None:

@@ -185,8 +185,8 @@ class SlotTable:
       task
       for task, seat in self._tasks.items()
       if seat is not None and task.submitted_at >= self._absorbed_at and self._residency.lane(seat) in lanes
+      if task not in done
     ]
-    fresh = [task for task in fresh if task not in done]
     states = (State.FEED, State.DECODE)
     ready = sum(seat.state in states and self._residency.lane(seat) in lanes for seat in self._seats) + len(done)
     limit = self._patience.limit(fresh=len(fresh), ready=ready, chunk_s=self._chunk_s)
