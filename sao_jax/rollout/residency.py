@@ -130,7 +130,7 @@ class Residency:
     placed = []
     for seat in sorted(feeding, key=lambda x: (x.since, x.index)):
       if seat.slot is None:
-        if not self._free[lane] and idle:
+        if not any(self._free) and idle:  # a slot that is free in another lane is given at that lane's turn
           self._move_out(idle.pop(0), params)
         if not self._free[lane]:
           continue

@@ -48,9 +48,10 @@ def prefilled(trajectories) -> int:
   return sum(int((~x.action_mask).sum()) - 1 for x in trajectories)
 
 
-def test_a_slot_that_waits_for_its_tool_keeps_its_cache():
-  with engine(lambda: Slow(4), env_workers=4, prefix_rows=0) as e:
-    done = list(e.generate(fixed, requests(12)))
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_slot_that_waits_for_its_tool_keeps_its_cache(lanes):
+  with engine(lambda: Slow(4), env_workers=4, prefix_rows=0, num_slots=4, num_lanes=lanes) as e:
+    done = list(e.generate(fixed, requests(24)))
     assert max(x.num_turns for x in done) > 2
     assert e.counters["prefill_tokens"] == prefilled(done)
     assert e.counters["moved_out"] == 0
