@@ -149,7 +149,8 @@ def make_config(schedule: str, *, batch_size: int, slots: int) -> RunConfig:
       intermediate_size=192,
     ),
     learner=learner_config(
-      "sao", eps_low=0.3, eps_high=5.0, row_length=256, rows_per_microbatch=4, min_microbatches=8,
+      "sao", eps_low=0.3, eps_high=5.0, row_length=256, rows_per_microbatch=4,
+      min_microbatches=max(1, batch_size // 8),
       policy_optimizer=still, critic_optimizer=still,
     ),
     engine=EngineConfig(
