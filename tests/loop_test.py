@@ -25,8 +25,6 @@ from sao_jax.rollout import EngineConfig
 from tests.bare_run import bare, busy_domain
 from tests.tiny_domain import VOCABULARY, tiny_domain
 
-pytestmark = pytest.mark.xdist_group("loop")  # its fixtures run once, not in every worker
-
 TIMES = ("time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds")
 LEARNER: dict[str, Any] = {
   "policy_optimizer": OptimizerConfig(learning_rate=1e-3),

@@ -37,7 +37,7 @@ from experiments.cluster.simulator import ClusterConfig, Result, Schedule, simul
 from experiments.cluster.workload import Episode, LogNormal
 from sao_jax.components import Components
 from sao_jax.config import RunConfig
-from sao_jax.learner import LearnerState, OptimizerConfig, init_state, learner_config
+from sao_jax.learner import LearnerState, OptimizerConfig, learner_config
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig, TrajectoryQueue
 from sao_jax.rollout.requests import RequestStream
@@ -198,7 +198,7 @@ def measure(schedule: str, *, batch_size: int, slots: int, steps: int, warmup_st
   spans: dict[int, Span] = {}
   with Components(make_config(schedule, batch_size=batch_size, slots=slots), make_domain(schedule, spans)) as parts:
     policy = parts.init_policy()
-    state = init_state(parts.config.learner, policy, parts.init_critic(policy))
+    state = parts.init_state(policy, parts.init_critic(policy))
     with contextlib.closing(make_source(parts, schedule)) as source:
       source.publish(state.policy, 0)
       for step in range(1, warmup_steps + 1):

@@ -31,7 +31,6 @@ from sao_jax.components import Components
 from sao_jax.config import RunConfig
 from sao_jax.guards import UpdateGuard
 from sao_jax.io.checkpoints import Checkpointer
-from sao_jax.learner import LearnerState, init_state
 from sao_jax.loop import Run
 from sao_jax.progress import Progress
 from sao_jax.rollout import TrajectoryQueue
@@ -71,7 +70,7 @@ class Bench:
     progress.start()
     self.run = Run(self.parts, source, progress, UpdateGuard(self.parts, workdir), self.checkpointer)
     policy = self.parts.init_policy()
-    self.state: LearnerState = init_state(config.learner, policy, self.parts.init_critic(policy))
+    self.state = self.parts.init_state(policy, self.parts.init_critic(policy))
     self.saved = 0
 
   def step(self) -> float:

@@ -186,7 +186,10 @@ class Checkpointer:
     try:
       pending.result()
     except Exception as error:
-      self._remove_leftovers(warn=False)  # what of it was written takes the room that other files may need
+      try:
+        self._remove_leftovers(warn=False)  # what of it was written takes the room that other files may need
+      except OSError as rest:
+        logging.warning("What is left of a checkpoint that could not be written stays until the next start: %s", rest)
       raise CheckpointError(
         f"A checkpoint could not be written to {self._folder}: {error}. Those of steps {self.steps()} are whole."
       ) from error

@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ _DISK_ERRORS = frozenset({
 
 
 _TEMPORARY = ".tmp"
+_DELETE_TIMEOUT_S = 5.0
 
 
 class WorkdirError(Exception):
@@ -218,8 +220,20 @@ def _differences(
 
 
 def delete(path: pathlib.Path) -> None:
-  """Deletes whatever is there: a folder, a file, a link (not what it points to)."""
-  if path.is_dir() and not path.is_symlink():
-    shutil.rmtree(path)
-  else:
+  """Deletes whatever is there: a folder, a file, a link (not what it points to).
+
+  A folder that others still write into, as Orbax's threads do when one of them has failed, is tried again for
+  `_DELETE_TIMEOUT_S`.
+  """
+  if not path.is_dir() or path.is_symlink():
     path.unlink(missing_ok=True)
+    return
+  deadline = time.monotonic() + _DELETE_TIMEOUT_S
+  while path.exists():
+    try:
+      shutil.rmtree(path)
+    except OSError as error:
+      # ENOENT: its writer has deleted or renamed something itself.
+      if error.errno not in (errno.ENOTEMPTY, errno.ENOENT) or time.monotonic() > deadline:
+        raise
+      time.sleep(0.02)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
 from experiments.benchmarks import async_speedup
@@ -9,7 +12,15 @@ from experiments.benchmarks.async_speedup import Replay, SlowTool, Span
 from experiments.cluster.workload import Episode
 
 
-def test_run():
+def test_run(monkeypatch):
+  make_config = async_speedup.make_config
+
+  def shallow(schedule: str, **sizes: Any) -> Any:
+    """A layer instead of two: what takes the time here is compiling."""
+    config = make_config(schedule, **sizes)
+    return dataclasses.replace(config, policy=dataclasses.replace(config.policy, num_layers=1))
+
+  monkeypatch.setattr(async_speedup, "make_config", shallow)
   result = async_speedup.run(batch_size=8, slots=8, steps=2, warmup_steps=1)
   assert {
     "trajectories_per_s", "speedup_async_over_sync", "speedup_async_over_group", "simulated_speedup",

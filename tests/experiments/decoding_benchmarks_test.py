@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+import pytest
 
 from experiments.benchmarks import decoding, engine, residency, sampler
+from sao_jax.models import cached_policy
 
 
-def test_sampler():
+@pytest.fixture
+def small_model(monkeypatch):
+  """A layer instead of four: what takes the time here is compiling."""
+  model = dataclasses.replace(decoding.MODEL, num_layers=1)
+  monkeypatch.setattr(decoding, "MODEL", model)
+  monkeypatch.setattr(decoding, "POLICY", cached_policy(model))
+
+
+def test_sampler(small_model):
   result = sampler.run(slots=2, new_tokens=8, chunk_steps=4, lanes=2, repeats=1)
   assert set(result) == {
     "tokens_per_s",
@@ -22,7 +34,7 @@ def test_sampler():
   assert result["share_of_bare_step"] > 0 and result["share_of_bare_matmuls"] > 0
 
 
-def test_engine():
+def test_engine(small_model):
   result = engine.run(slots=2, max_len=256, chunk_steps=16, lanes=1, env_workers=0, seconds=0.1, repeats=1, warmup=1)
   assert set(result) == {"tokens_per_s", "sampler_tokens_per_s", "ratio"}
   assert 0 < result["ratio"] < 2
@@ -33,7 +45,7 @@ def test_flops_are_those_of_the_weights():
   np.testing.assert_allclose(decoding.flops_per_token(decoding.MODEL, 0), 2 * dense)
 
 
-def test_residency(capsys):
+def test_residency(small_model, capsys):
   result = residency.run(slots=2, max_lens=[16, 32], repeats=1)
   assert [size["max_len"] for size in result["sizes"]] == [16, 32]
   for size in result["sizes"]:

@@ -125,6 +125,7 @@ def test_a_run_that_names_one_on_the_command_line(tmp_path: pathlib.Path) -> Non
     "--config.env.options={'task': 'spell_backward', 'settings': {'max_word_len': 4}, 'instruction': ''}",
     "--config.num_steps=3", "--config.batch_size=8", "--config.eval_episodes=4", "--config.warm_start.num_steps=2",
     "--config.warm_start.optimizer.warmup_steps=1", "--config.critic.pretraining_trajectories=8",
+    "--config.policy.num_layers=1",
   ]  # fmt: skip
   environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=380, env=environment)

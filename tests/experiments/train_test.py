@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SHORT = (
   "--config.num_steps=2", "--config.batch_size=16", "--config.eval_episodes=18", "--config.warm_start.num_steps=10",
   "--config.warm_start.optimizer.warmup_steps=2", "--config.critic.pretraining_trajectories=16",
+  "--config.policy.num_layers=1",
 )  # fmt: skip
 
 

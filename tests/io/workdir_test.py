@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -105,6 +109,36 @@ def test_what_a_lock_file_says_does_not_matter(tmp_path):
     workdir.WorkdirLock(tmp_path)
   (tmp_path / ".lock").write_text("1\n")  # of a process that lives, and holds nothing
   workdir.WorkdirLock(tmp_path).close()
+
+
+def test_a_folder_that_is_still_written_into_is_deleted_once_its_writer_ends(tmp_path):
+  folder = tmp_path / "partial"
+  (folder / "state").mkdir(parents=True)
+  until = time.monotonic() + 0.3
+
+  def write() -> None:
+    while time.monotonic() < until:
+      (folder / "state").mkdir(parents=True, exist_ok=True)
+      with contextlib.suppress(FileNotFoundError):
+        (folder / "state" / f"{time.monotonic_ns()}").write_text("x")
+
+  writer = threading.Thread(target=write)
+  writer.start()
+  workdir.delete(folder)
+  writer.join()
+  workdir.delete(folder)
+  assert not folder.exists()
+
+
+def test_a_folder_that_is_written_into_for_ever_is_an_error(tmp_path, monkeypatch):
+  def never_empty(path: pathlib.Path) -> None:
+    raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+  monkeypatch.setattr(workdir.shutil, "rmtree", never_empty)
+  monkeypatch.setattr(workdir, "_DELETE_TIMEOUT_S", 0.1)
+  (tmp_path / "partial").mkdir()
+  with pytest.raises(OSError, match=r"not empty.*partial"):
+    workdir.delete(tmp_path / "partial")
 
 
 def test_rests_of_killed_writes_are_removed(tmp_path):

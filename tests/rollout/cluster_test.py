@@ -33,8 +33,6 @@ PARAMS = {v: {**make_params(v), "ballast": jnp.full(BALLAST // 4, v, jnp.float32
 WAITS = 1_000
 """Of 0.1 s."""
 
-pytestmark = pytest.mark.xdist_group("ray")  # one Ray for all of them
-
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:

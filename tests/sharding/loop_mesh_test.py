@@ -12,8 +12,6 @@ import pytest
 from sao_jax.io.metrics import read_metrics
 from tests.sharding import processes
 
-pytestmark = pytest.mark.xdist_group("loop_mesh")  # its fixtures run once, not in every worker
-
 TIMES = {"time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds"}
 PROGRAM = "tests.sharding.loop_program"
 MESH = "fsdp=2,tensor=2,expert=2"

@@ -6,8 +6,6 @@ import pytest
 
 from tests.sharding import processes
 
-pytestmark = pytest.mark.xdist_group("sharded_step")  # its fixtures run once, not in every worker
-
 STEPS = ["fsdp=2,tensor=2,expert=2", "data=2,context=4"]
 GRADIENTS = {  # and the shape of one shard of the gradient of up_proj [E = 8, D = 32, F = 16]
   "data=8": [8, 32, 16],
