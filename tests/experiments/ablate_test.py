@@ -15,6 +15,7 @@ from experiments.ablations import report, results, suites
 from experiments.ablations.statistics import bootstrap_mean, paired_difference
 from experiments.ablations.suites import SUITES, Arm, Suite, arm_config
 from experiments.presets import ablation_cpu
+from tests.child_environment import fast_compile
 from tests.experiments import tiny_base
 
 ALL = [(name, arm) for name, suite in SUITES.items() for arm in suite.arms]
@@ -164,7 +165,7 @@ def test_a_suite_from_start_to_table(tmp_path):
     sys.executable, "-m", "experiments.ablate", "--suite=granularity", "--seeds=1", "--quick", f"--workdir={tmp_path}",
     "--base=tests.experiments.tiny_base:make_config",
   ]  # fmt: skip
-  first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+  first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=fast_compile())
   assert first.returncode == 0, first.stdout + first.stderr
   assert first.stdout.count("done ") == 4  # the start and three arms
   rows = results.read_csv(tmp_path / "granularity" / "granularity.csv")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 from experiments.domains import standard
 from sao_jax.types import Domain, Environment
+from tests.child_environment import fast_compile
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -127,8 +127,7 @@ def test_a_run_that_names_one_on_the_command_line(tmp_path: pathlib.Path) -> Non
     "--config.warm_start.optimizer.warmup_steps=1", "--config.critic.pretraining_trajectories=8",
     "--config.policy.num_layers=1",
   ]  # fmt: skip
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=380, env=environment)
+  done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=380, env=fast_compile())
   assert done.returncode == 0, done.stderr[-3_000:]
   assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 3
   assert "Spell this word backward" in (tmp_path / "trajectories.jsonl").read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 from sao_jax.io.metrics import LEARNER_KEYS, read_metrics
 from sao_jax.io.trajectories import read
 from sao_jax.io.workdir import SUMMARY_KEYS
+from tests.child_environment import fast_compile
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHORT = (
@@ -34,7 +34,7 @@ def test_the_readmes_environment_trains_and_evaluates(tmp_path: pathlib.Path) ->
   def run(*arguments: str) -> str:
     done = subprocess.run(
       [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=500,
-      env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+      env=fast_compile(PYTHONPATH=str(ROOT)),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3_000:]
     return done.stdout

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 from typing import Any
+
+from tests.child_environment import fast_compile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
 def start(module: str, *args: str, devices: int, **environment: str) -> subprocess.Popen[str]:
   """Starts `python -m module args` with `devices` virtual CPU devices, and a compiler that takes no pains."""
-  flags = (
-    f"--xla_force_host_platform_device_count={devices}",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-  )
-  env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), **environment}
+  env = fast_compile(f"--xla_force_host_platform_device_count={devices}", **environment)
   command = [sys.executable, "-m", module, *args]
   return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
