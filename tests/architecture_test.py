@@ -23,14 +23,15 @@ ROOMS = {
   "version": set(),
   "exits": set(),
   "types": set(),
+  "foreign": set(),
   "ops": {"types"},
-  "models": {"types", "ops"},
+  "models": {"types", "ops", "foreign"},
   "envs": {"types", "ops"},
-  "tokenizers": {"types"},
+  "tokenizers": {"types", "foreign"},
   "rollout": {"types", "ops"},
   "learner": {"types", "ops"},
   "sharding": {"types"},
-  "io": {"types", "version"},
+  "io": {"types", "version", "foreign"},
 }
 WIRING = {
   "__init__", "components", "config", "evaluation", "guards", "interrupts", "loop", "placement", "processes",
@@ -38,7 +39,7 @@ WIRING = {
 }  # fmt: skip
 
 # Commands inside a room: what they wire up besides.
-COMMANDS = {"sao_jax/rollout/serve.py": {"exits", "models", "tokenizers"}}
+COMMANDS = {"sao_jax/rollout/serve.py": {"exits", "foreign", "models", "tokenizers"}}
 
 # Packages from elsewhere that only the named rooms may import.
 CONFINED = {

@@ -8,13 +8,12 @@ trajectories). The newest `KEPT` stay. From Python:
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sao_jax import types
+from sao_jax import foreign, types
 from sao_jax.io import trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 
@@ -62,10 +61,7 @@ def read(workdir: str | os.PathLike[str], step: int) -> tuple[dict[str, Any], li
     ValueError: a file is damaged; the message names it.
   """
   path = report_path(workdir, step)
-  try:
-    report: dict[str, Any] = json.loads(path.read_bytes())
-  except ValueError as error:
-    raise ValueError(f"{path}: not JSON: {error}") from error
+  report = foreign.read_object(path)
   return report, trajectory_arrays.read(path.with_suffix(".safetensors"))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sao_jax import foreign
 from sao_jax.io import workdir as workdir_lib
 
 
@@ -40,6 +42,7 @@ def read_rows(path: str | os.PathLike[str], *, max_line_bytes: int = 1 << 26) ->
   Raises:
     ValueError: a line that is no JSON object or too long; the message holds path and line number.
   """
+  foreign.check_regular(path)
   with open(path, "rb") as file:
     number = 0
     while line := file.readline(max_line_bytes + 1):
@@ -49,7 +52,7 @@ def read_rows(path: str | os.PathLike[str], *, max_line_bytes: int = 1 << 26) ->
       if not line.endswith(b"\n"):
         return
       try:
-        row = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_no_key_twice)
+        row = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_no_key_twice)
       except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}:{number}: not a line of JSON: {error}.") from error
       if not isinstance(row, dict):
@@ -67,8 +70,7 @@ def cut_after_step(path: str | os.PathLike[str], step: int) -> list[dict[str, An
     return []
   kept = []
   for number, row in read_rows(path):
-    if not isinstance(row.get("step"), int):
-      raise ValueError(f"{path}:{number}: key 'step' must be an integer; received {row.get('step')!r}.")
+    check_step(path, number, row)
     if row["step"] <= step:
       kept.append(row)
   text = "".join(json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n" for row in kept)
@@ -76,12 +78,27 @@ def cut_after_step(path: str | os.PathLike[str], step: int) -> list[dict[str, An
   return kept
 
 
+def check_step(path: str | os.PathLike[str], number: int, row: Mapping[str, Any]) -> None:
+  """Raises ValueError if a row says no step."""
+  if type(row.get("step")) is not int:
+    raise ValueError(f"{path}:{number}: key 'step' must be an integer; received {row.get('step')!r:.200}.")
+
+
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   row = dict(pairs)
   if len(row) < len(pairs):
-    names = [name for name, _ in pairs]
-    raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    seen: set[str] = set()
+    twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    raise ValueError(f"key {twice!r:.200} is there twice")
   return row
+
+
+def _finite(number: str) -> float:
+  """Python reads 1e999 as infinity."""
+  value = float(number)
+  if math.isinf(value):
+    raise ValueError(f"{number:.50} is no number that a float can hold")
+  return value
 
 
 def _refuse_constant(name: str) -> None:

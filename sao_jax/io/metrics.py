@@ -137,8 +137,10 @@ def read_metrics(workdir: str | os.PathLike[str]) -> tuple[list[dict[str, Any]],
   evaluation: list[dict[str, Any]] = []
   path = pathlib.Path(workdir) / "metrics.jsonl"
   for number, row in jsonl.read_rows(path):
-    if not isinstance(row.get("step"), int):
-      raise ValueError(f"{path}:{number}: key 'step' must be an integer; received {row.get('step')!r}.")
+    jsonl.check_step(path, number, row)
+    for key, value in row.items():
+      if value is not None and type(value) not in (int, float):
+        raise ValueError(f"{path}:{number}: key {key!r:.200} must be a number or null; received {value!r:.200}.")
     row = {key: math.nan if value is None else value for key, value in row.items()}
     (evaluation if "eval_n" in row else learner).append(row)
   return learner, evaluation

@@ -54,12 +54,14 @@ def from_json(row: Mapping[str, Any]) -> types.Trajectory:
   if missing := sorted(_KEYS - row.keys()):
     raise ValueError(f"missing keys {missing}")
   if unknown := sorted(row.keys() - _KEYS):
-    raise ValueError(f"unknown keys {unknown}")
+    raise ValueError(f"unknown keys {unknown[:5]}, {len(unknown)} in all")
   for key in (*_INTEGERS, "step"):
     _integer(key, row[key], -(2**63), 2**63 - 1)
   for key, kind in (("success", bool), ("ended", str), ("text", str)):
     if not isinstance(row[key], kind):
-      raise ValueError(f"key {key!r} must be a {kind.__name__}; received {row[key]!r}")
+      raise ValueError(f"key {key!r} must be a {kind.__name__}; received {row[key]!r:.200}")
+  if any("\ud800" <= character <= "\udfff" for character in row["text"]):
+    raise ValueError("key 'text' must be text that UTF-8 can hold, without lone surrogates")
   trajectory = types.Trajectory(
     tokens=_integers("tokens", row["tokens"], 0, 2**31 - 1),
     action_mask=_integers("action_mask", row["action_mask"], 0, 1).astype(np.bool_),
@@ -131,7 +133,7 @@ def read(path: str | os.PathLike[str]) -> list[types.Trajectory]:
 
 def _integer(key: str, value: Any, low: int, high: int) -> int:
   if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-    raise ValueError(f"key {key!r} must be an integer in [{low}, {high}]; received {value!r}")
+    raise ValueError(f"key {key!r} must be an integer in [{low}, {high}]; received {value!r:.200}")
   return value
 
 
@@ -153,6 +155,6 @@ def _floats(key: str, values: Any, *, null: float | None) -> np.ndarray:
     if value is None and null is not None:
       value = null
     elif isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _FLOAT32_MAX:
-      raise ValueError(f"key '{key}[{index}]' must be a float32 number; received {value!r}")
+      raise ValueError(f"key '{key}[{index}]' must be a float32 number; received {value!r:.200}")
     numbers.append(value)
   return np.asarray(numbers, np.float32)

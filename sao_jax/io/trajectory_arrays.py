@@ -16,7 +16,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from sao_jax import types
+from sao_jax import foreign, types
 from sao_jax.io import workdir as workdir_lib
 
 PER_TOKEN: Mapping[str, Any] = {
@@ -106,6 +106,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
   Raises:
     ValueError: not such a file; its header is checked against its size before anything is held in memory.
   """
+  foreign.check_regular(path)
   try:
     return safetensors.numpy.load_file(path)
   except (safetensors.SafetensorError, KeyError, TypeError, struct.error) as error:
@@ -150,6 +151,9 @@ def _check(name: str, array: np.ndarray, dtype: Any, length: int) -> None:
   if array.dtype != dtype or array.shape != (length,):
     wanted = f"{np.dtype(dtype).name}[{length}]" if length >= 0 else f"a {np.dtype(dtype).name} vector"
     raise ValueError(f"array {name!r} must be {wanted}; received {array.dtype.name}{list(array.shape)}")
+  # NumPy takes bytes from a file as they are, and adds a "True" of 7 up as 7.
+  if array.dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+    raise ValueError(f"array {name!r} must hold 0 and 1; received {int(array.view(np.uint8).max())}")
 
 
 def _total(name: str, sizes: np.ndarray) -> int:

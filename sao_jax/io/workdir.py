@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from sao_jax import foreign
+
 SUMMARY_KEYS = (
   "success_before", "success_after", "n", "seconds_total", "seconds_by_stage", "num_steps", "dropped_stale",
   "failed_episodes", "device",
@@ -30,6 +32,7 @@ _DISK_ERRORS = frozenset({
 
 _TEMPORARY = ".tmp"
 _DELETE_TIMEOUT_S = 5.0
+_MOST_DIFFERENCES = 100
 
 
 class WorkdirError(Exception):
@@ -175,11 +178,12 @@ def write_or_check_config(
   path = pathlib.Path(workdir) / "config.json"
   if path.exists():
     try:
-      recorded = json.loads(path.read_bytes())
+      recorded = foreign.read_object(path)
     except ValueError as error:
-      raise ValueError(f"{path} is not JSON ({error}); choose another --workdir or remove it.") from error
+      raise ValueError(f"{error} Choose another --workdir, or remove it.") from error
     if lines := config_differences(recorded, config, may_differ=may_differ, may_be_missing=may_be_missing):
-      listing = "\n  ".join(lines)
+      more = [f"... and {len(lines) - _MOST_DIFFERENCES} more"] if len(lines) > _MOST_DIFFERENCES else []
+      listing = "\n  ".join(lines[:_MOST_DIFFERENCES] + more)
       raise ValueError(
         f"Workdir {workdir} holds a run of a different config; choose another --workdir, or run with these as recorded:"
         f"\n  {listing}"

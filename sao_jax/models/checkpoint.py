@@ -20,6 +20,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from sao_jax import foreign
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.heads import init_policy
 from sao_jax.models.hf_config import config_from_hf, config_to_hf, is_mtp_tensor
@@ -33,8 +34,13 @@ _Index: TypeAlias = tuple[slice, ...]
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_EXPONENTS: Mapping[str, tuple[Any, int]] = {
+  "float32": (np.uint32, 0x7F800000), "bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00),
+}  # fmt: skip
+"""The bits of a number's exponent."""
+_BLOCK = 1 << 22
 _WHOLE = slice(None)
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = 1_000
 """No model has more; a file that says so would keep this process busy."""
 
 
@@ -50,7 +56,8 @@ class _Files(contextlib.AbstractContextManager["_Files"]):
       weight_map = None
     else:
       raise FileNotFoundError(f"{directory} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}.")
-    for file in sorted(set(weight_map.values())) if weight_map else [_SINGLE_FILE]:
+    for file in [_SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values())):
+      foreign.check_regular(directory / file)
       try:
         handle = self._stack.enter_context(safetensors.safe_open(directory / file, framework="numpy"))
       except safetensors.SafetensorError as error:  # its header is checked against its size before anything is read
@@ -80,34 +87,40 @@ class _Files(contextlib.AbstractContextManager["_Files"]):
     return _DTYPES[stored]
 
   def read(self, name: str, index: _Index) -> np.ndarray:
-    return np.asarray(self._slices[name][index])
+    value = np.asarray(self._slices[name][index])
+    if not _all_finite(value):
+      raise ValueError(f"Tensor {name} holds NaN or infinite values.")
+    return value
+
+
+def _all_finite(value: np.ndarray) -> bool:
+  """Of a float array: no exponent is all ones. Several times as fast in bfloat16 as `np.isfinite`."""
+  bits, exponent = _EXPONENTS[value.dtype.name]
+  flat = value.reshape(-1).view(bits)
+  blocks = (flat[i : i + _BLOCK] for i in range(0, flat.size, _BLOCK))  # what is computed is small beside the tensor
+  return not any(((block & bits(exponent)) == exponent).any() for block in blocks)
 
 
 def _read_config(path: pathlib.Path) -> ModelConfig:
   """Reads a `config.json`; whatever is wrong with it is a ValueError that names the file."""
+  values = foreign.read_object(path)
   try:
-    values = json.loads(path.read_bytes())
-    if not isinstance(values, dict):
-      raise ValueError(f"an object is wanted; received {type(values).__name__}")
     layers = values.get("num_hidden_layers")
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= _MOST_LAYERS:
       raise ValueError(f"num_hidden_layers must be an int in [1, {_MOST_LAYERS}]; received {layers!r}")
     return config_from_hf(values)
-  except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+  except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
     raise ValueError(f"{path}: {error}") from error
 
 
 def _read_index(path: pathlib.Path) -> Mapping[str, str]:
   """Which file holds which tensor; files elsewhere than beside the index are refused."""
-  try:
-    weight_map = json.loads(path.read_bytes())["weight_map"]
-  except (ValueError, KeyError, TypeError, RecursionError) as error:
-    raise ValueError(f"{path} is not an index of safetensors files: {error!r}") from error
+  weight_map = foreign.read_object(path).get("weight_map")
   if not isinstance(weight_map, dict):
     raise ValueError(f"{path}: 'weight_map' must be an object; received {type(weight_map).__name__}.")
   for name, file in weight_map.items():
-    if not isinstance(file, str) or pathlib.PurePath(file).name != file:
-      raise ValueError(f"{path}: tensor {name!r} must name a file of the same folder; received {file!r}.")
+    if not isinstance(file, str) or pathlib.PurePath(file).name != file or not file.endswith(".safetensors"):
+      raise ValueError(f"{path}: tensor {name!r} must name a .safetensors file of the same folder; received {file!r}.")
   return weight_map
 
 
@@ -237,8 +250,9 @@ def load_hf(
   """
   folder = pathlib.Path(directory)
   config = _read_config(folder / "config.json")
-  with _Files(folder) as files:
+  with _Files(folder) as files, _named(folder):
     config = dataclasses.replace(config, dtype=dtype, param_dtype=param_dtype or _common_dtype(files))
+    _check_sizes(files, config)
     fused = any(name.endswith("mlp.experts.gate_up_proj") for name in files.names())
     shapes = _shapes(config)
     stored = {
@@ -262,6 +276,27 @@ def load_hf(
       return jax.make_array_from_callback(want.shape, sharding(_names(path), want), part)
 
     return config, jax.tree_util.tree_map_with_path(load, shapes)
+
+
+@contextlib.contextmanager
+def _named(folder: pathlib.Path) -> Iterator[None]:
+  """Puts the folder before the message of a ValueError."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f"{folder}: {error}") from error
+
+
+def _check_sizes(files: _Files, config: ModelConfig) -> None:
+  """Refuses numbers that would keep this process busy with names and shapes: there are tensors of such sizes."""
+  shapes = [files.shape(name) for name in files.names()]
+  longest = max((size for shape in shapes for size in shape), default=0)
+  fused = any(name.endswith("mlp.experts.gate_up_proj") for name in files.names())
+  for name in ("num_layers", "num_experts", "vocab_size", "hidden_size", "head_dim", "num_heads", "num_kv_heads"):
+    counted = name == "num_layers" or (name == "num_experts" and not fused)
+    most, what = (len(shapes), "there are {} tensors") if counted else (longest, "no tensor is longer than {}")
+    if getattr(config, name) > most:
+      raise ValueError(f"config.json says {name} = {getattr(config, name)}, but {what.format(most)}.")
 
 
 def _check_tensors(files: _Files, config: ModelConfig, stored: dict[tuple[str, ...], _Stored]) -> None:

@@ -15,15 +15,31 @@ ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "heads_first", "chunked", "splash")
 ROUTERS = ("softmax", "sigmoid")
 REMAT_POLICIES = ("none", "full", "dots")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_FLOAT_MAX = 1.7976931348623157e308
 
 
 def _check(name: str, received: Any, allowed: bool, want: str) -> None:
   if not allowed:
-    raise ValueError(f"{name} must be {want}; received {received!r}.")
+    raise ValueError(f"{name} must be {want}; received {received!r:.200}.")
 
 
 def _check_choice(name: str, received: Any, allowed: tuple[str, ...]) -> None:
   _check(name, received, received in allowed, f"one of {allowed}")
+
+
+def _check_kinds(config: Any) -> None:
+  """Refuses what is no number, or one past all bounds, where a number is wanted: configurations come from elsewhere."""
+  for field in dataclasses.fields(config):
+    value, name, kind = getattr(config, field.name), f"{type(config).__name__}.{field.name}", str(field.type)
+    if value is None and kind.endswith("| None"):
+      continue
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if kind == "bool":
+      _check(name, value, isinstance(value, bool), "true or false")
+    elif kind == "int":
+      _check(name, value, number and isinstance(value, int) and abs(value) < 2**31, "an int below 2**31")
+    elif kind.startswith("float"):
+      _check(name, value, number and abs(value) <= _FLOAT_MAX, "a finite number")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +70,7 @@ class RopeScaling:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
   def __post_init__(self) -> None:
+    _check_kinds(self)
     _check_choice("RopeScaling.rope_type", self.rope_type, ROPE_TYPES)
     _check("RopeScaling.factor", self.factor, self.factor >= 1.0, "at least 1")
     if self.rope_type in ("llama3", "yarn"):
@@ -134,11 +151,10 @@ class ModelConfig:
   """Standard deviation of fresh embeddings and of a fresh untied head."""
 
   def __post_init__(self) -> None:
+    _check_kinds(self)
     sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     for name in sizes:
-      value = getattr(self, name)
-      positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
-      _check(f"ModelConfig.{name}", value, positive, "a positive int")
+      _check(f"ModelConfig.{name}", getattr(self, name), getattr(self, name) > 0, "a positive int")
     _check_choice("ModelConfig.model_type", self.model_type, MODEL_TYPES)
     _check_choice("ModelConfig.dtype", self.dtype, DTYPES)
     _check_choice("ModelConfig.param_dtype", self.param_dtype, DTYPES)
@@ -148,6 +164,8 @@ class ModelConfig:
     _check_choice("ModelConfig.router", self.router, ROUTERS)
     divides = self.num_heads % self.num_kv_heads == 0
     _check("ModelConfig.num_kv_heads", self.num_kv_heads, divides, f"a divisor of num_heads = {self.num_heads}")
+    layers = all(isinstance(i, int) for i in self.mlp_only_layers)
+    _check("ModelConfig.mlp_only_layers", self.mlp_only_layers, layers, "numbers of layers")
     _check("ModelConfig.norm_eps", self.norm_eps, self.norm_eps > 0, "positive")
     _check("ModelConfig.rope_theta", self.rope_theta, self.rope_theta > 0, "positive")
     rotary = self.rotary_dim + self.rotary_dim % 2  # dimensions turn in pairs

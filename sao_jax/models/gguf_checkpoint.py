@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax import foreign
 from sao_jax.models.config import ModelConfig, RopeScaling
 from sao_jax.models.heads import init_policy
 from sao_jax.types import Params
@@ -48,13 +49,16 @@ def load_gguf(
     ImportError: the optional package `gguf` is not installed.
     ValueError: another architecture, or a key or tensor that is not supported; the message names it.
   """
-  try:
-    import gguf
-  except ImportError as error:
-    raise ImportError("load_gguf needs the optional package `gguf`: pip install 'sao_jax[gguf]'.") from error
-  reader = gguf.GGUFReader(os.fspath(path))
+  reader = foreign.open_gguf(path)
+  import gguf.quants
+
   tensors = {tensor.name: tensor for tensor in reader.tensors}
-  config = _config(reader, tensors, dtype, param_dtype)
+  try:
+    config = _config(reader, tensors, dtype, param_dtype)
+    if config.num_layers > len(tensors):
+      raise ValueError(f"block_count = {config.num_layers} needs more than the {len(tensors)} tensors that it has.")
+  except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
+    raise ValueError(f"{path}: {error if isinstance(error, ValueError) else repr(error)}") from error
   shapes = jax.eval_shape(lambda key: init_policy(config, key), jax.random.key(0))
   names = {_name(_names(p)): _names(p) for p, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]}
   unknown, missing = sorted(set(tensors) - set(names)), sorted(set(names) - set(tensors))
@@ -63,11 +67,18 @@ def load_gguf(
 
   def load(tree_path: Any, want: jax.ShapeDtypeStruct) -> jax.Array:
     stored = tensors[_name(_names(tree_path))]
-    value = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    shape = tuple(int(size) for size in reversed(stored.shape))
+    stored_shape = want.shape[::-1] if _names(tree_path)[-1] == "kernel" else want.shape
+    if shape != stored_shape:
+      raise ValueError(f"{path}: {stored.name} must be {list(stored_shape)} by the file's keys; it is {list(shape)}.")
+    try:
+      value = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+      raise ValueError(f"{path}: {stored.name} of type {stored.tensor_type.name}: {error}") from error
+    if not np.isfinite(value).all():
+      raise ValueError(f"{path}: {stored.name} holds NaN or infinite values.")
     value = _to_half_split(value, _names(tree_path), config)
     value = value.T if _names(tree_path)[-1] == "kernel" else value
-    if value.shape != want.shape:
-      raise ValueError(f"{path}: {stored.name} should give {want.shape}; received {value.shape}.")
     return jnp.asarray(value, want.dtype)
 
   return config, jax.tree_util.tree_map_with_path(load, shapes)

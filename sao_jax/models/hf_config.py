@@ -97,13 +97,13 @@ class _Keys:
     """Refuses any value of `name` but the allowed ones (the first is what an absent key means)."""
     value = self.take(name, default=allowed[0])
     if value not in allowed:
-      raise ValueError(f"{self._what}: {name} = {value!r} is not supported; allowed: {list(allowed)}.")
+      raise ValueError(f"{self._what}: {name} = {value!r:.200} is not supported; allowed: {list(allowed)}.")
 
   def finish(self, inert: frozenset[str] = frozenset()) -> None:
     left = {k: v for k, v in self._left.items() if k not in inert and not k.startswith("_")}
     unknown = {k: v for k, v in left.items() if v is not None and v is not False and v not in ([], {})}
     if unknown:
-      raise ValueError(f"{self._what}: these keys are not supported: {unknown}.")
+      raise ValueError(f"{self._what}: these keys are not supported: {unknown!r:.500}.")
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -120,7 +120,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
   """
   model_type = values.get("model_type")
   if model_type not in MODEL_TYPES:
-    raise ValueError(f"config.json: model_type must be one of {MODEL_TYPES}; received {model_type!r}.")
+    raise ValueError(f"config.json: model_type must be one of {MODEL_TYPES}; received {model_type!r:.200}.")
   keys = _Keys({**_aliases_of_defaults(model_type, values), **values}, f"config.json of type {model_type}")
   _refuse_unsupported(keys, model_type)
   heads = keys.take("num_attention_heads")

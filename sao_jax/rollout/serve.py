@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import pathlib
 import signal
 from collections.abc import Sequence
 
-from sao_jax import exits, models
+from sao_jax import exits, foreign, models
 from sao_jax.models import ModelConfig
 from sao_jax.rollout.completions import Completions
 from sao_jax.rollout.config import EngineConfig
@@ -29,11 +28,12 @@ from sao_jax.types import Params
 def stop_ids_of(checkpoint: pathlib.Path) -> tuple[int, ...]:
   """The `eos_token_id` of a checkpoint's `generation_config.json` or `config.json`; empty if neither names one."""
   for name in ("generation_config.json", "config.json"):
-    file = checkpoint / name
-    if file.exists():
-      ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-      if ids is not None:
-        return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    ids = foreign.read_object_if_there(checkpoint / name).get("eos_token_id")
+    if ids is not None:
+      listed = ids if isinstance(ids, list) else [ids]
+      if any(type(i) is not int for i in listed):
+        raise ValueError(f"{checkpoint / name}: eos_token_id must be one or more ids; received {ids!r:.200}.")
+      return tuple(listed)
   return ()
 
 

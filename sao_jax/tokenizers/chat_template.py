@@ -8,7 +8,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from sao_jax import foreign
 from sao_jax.tokenizers import quoting
+from sao_jax.tokenizers.hf_tokenizer import token_text
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, with `tool_calls` and what else the template reads."""
@@ -52,6 +54,8 @@ class ChatTemplate:
       self._template = _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
       raise ValueError(f"the chat template is not valid jinja2, line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+      raise ValueError("the chat template is too deeply nested.") from error
 
   @classmethod
   def load(
@@ -66,17 +70,27 @@ class ChatTemplate:
     """
     directory = pathlib.Path(directory)
     path = directory / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    settings = foreign.read_object_if_there(path)
     own_file = directory / "chat_template.jinja"
-    found = own_file.read_text(encoding="utf-8") if own_file.exists() else settings.get("chat_template")
+    found = foreign.read_text(own_file) if own_file.exists() else settings.get("chat_template")
     if isinstance(found, list):
-      named = {entry["name"]: entry["template"] for entry in found}
+      named = {
+        entry.get("name"): entry.get("template")
+        for entry in found
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+      }
       found = named.get("tool_use", named.get("default"))
     if found is None:
       raise FileNotFoundError(f"{directory} holds no chat template: no chat_template.jinja, none in {path.name}.")
-    tokens = {key: value for key, value in settings.items() if key.endswith("_token") and value is not None}
-    variables = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
-    return cls(found, stop_tokens=stop_tokens, control_tokens=control_tokens, variables=variables)
+    where = own_file if own_file.exists() else path
+    if not isinstance(found, str):
+      raise ValueError(f"{where}: chat_template must be text; received {type(found).__name__}.")
+    tokens = {key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str | dict)}
+    variables = {key: token_text(path, key, value) for key, value in tokens.items()}
+    try:
+      return cls(found, stop_tokens=stop_tokens, control_tokens=control_tokens, variables=variables)
+    except ValueError as error:
+      raise ValueError(f"{where}: {error}") from error
 
   def render(
     self,
@@ -110,6 +124,8 @@ class ChatTemplate:
       )
     except jinja2.TemplateError as error:
       raise ValueError(f"the chat template refuses the messages: {error}") from error
+    except Exception as error:  # its code is a program: it divides by zero, recurses without end, ...
+      raise ValueError(f"the chat template fails: {error!r:.500}") from error
 
   def _quoted(self, message: Message) -> dict[str, Any]:
     if message["role"] == "assistant":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from sao_jax import foreign
 from sao_jax.tokenizers.chat_template import ChatTemplate
 from sao_jax.tokenizers.hf_tokenizer import HFTokenizer
 
@@ -22,14 +23,19 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
   Raises:
     ValueError: another vocabulary or split, or no chat template; the message names it.
   """
-  import gguf
+  fields = foreign.open_gguf(path).fields
 
-  fields = gguf.GGUFReader(os.fspath(path)).fields
-
-  def get(name: str) -> Any:
+  def get(name: str, kind: type = str, of: type | None = None) -> Any:
     if name not in fields:
       raise ValueError(f"{os.fspath(path)} lacks {name}.")
-    return fields[name].contents()
+    try:
+      value = fields[name].contents()
+    except (ValueError, IndexError, TypeError) as error:
+      raise ValueError(f"{os.fspath(path)}: {name} cannot be read: {error}") from error
+    if not isinstance(value, kind) or (of is not None and not all(isinstance(x, of) for x in value)):
+      wanted = kind.__name__ if of is None else f"{kind.__name__} of {of.__name__}"
+      raise ValueError(f"{os.fspath(path)}: {name} must be a {wanted}; received {value!r:.100}.")
+    return value
 
   model, split = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre")
   if model != "gpt2" or split not in _SPLITS:
@@ -37,14 +43,25 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
       f"{os.fspath(path)}: the tokenizer must be a 'gpt2' vocabulary with a split of {', '.join(_SPLITS)}; "
       f"received {model!r} with {split!r}."
     )
-  tokens = get("tokenizer.ggml.tokens")
-  serialized = _serialize(tokens, get("tokenizer.ggml.merges"), get("tokenizer.ggml.token_type"), split)
-  stop = tokens[int(get("tokenizer.ggml.eos_token_id"))]
-  tokenizer = HFTokenizer(serialized, stop_tokens=[stop])
-  variables = {"eos_token": stop, "bos_token": tokens[int(get("tokenizer.ggml.bos_token_id"))]}
-  template = ChatTemplate(
-    get("tokenizer.chat_template"), stop_tokens=[stop], control_tokens=tokenizer.control_tokens, variables=variables
-  )
+  tokens, kinds = get("tokenizer.ggml.tokens", list, str), get("tokenizer.ggml.token_type", list, int)
+  merges = get("tokenizer.ggml.merges", list, str)
+  if len(kinds) != len(tokens):
+    raise ValueError(f"{os.fspath(path)} has {len(tokens)} tokens and {len(kinds)} of their types.")
+
+  def token(name: str) -> str:
+    number = get(name, int)
+    if not 0 <= number < len(tokens):
+      raise ValueError(f"{os.fspath(path)}: {name} must be in [0, {len(tokens)}); received {number}.")
+    return str(tokens[number])
+
+  stop = token("tokenizer.ggml.eos_token_id")
+  variables = {"eos_token": stop, "bos_token": token("tokenizer.ggml.bos_token_id")}
+  source = get("tokenizer.chat_template")
+  try:
+    tokenizer = HFTokenizer(_serialize(tokens, merges, kinds, split), stop_tokens=[stop])
+    template = ChatTemplate(source, stop_tokens=[stop], control_tokens=tokenizer.control_tokens, variables=variables)
+  except ValueError as error:
+    raise ValueError(f"{os.fspath(path)}: {error}") from error
   return tokenizer, template
 
 
@@ -54,7 +71,10 @@ def _serialize(tokens: list[str], merges: list[str], types: list[int], split: st
   from tokenizers import decoders, models, pre_tokenizers
 
   pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-  backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+  try:
+    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+  except Exception as error:  # the only class that it raises
+    raise ValueError(f"not a vocabulary with merges: {error}") from error
   words = pre_tokenizers.ByteLevel(add_prefix_space=False)
   digits = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
   backend.pre_tokenizer = pre_tokenizers.Sequence([*digits, words])

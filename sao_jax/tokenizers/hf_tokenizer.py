@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from sao_jax import foreign
 from sao_jax.tokenizers import quoting
+
+_MOST_BYTES = 1 << 28
+_NO_ID = 1 << 32
+"""Past every id that the package can hold."""
 
 
 class HFTokenizer:
@@ -22,16 +26,14 @@ class HFTokenizer:
     stop_tokens: tokens that end an action; each must be one token of the vocabulary.
 
   Raises:
-    ValueError: a stop token that the vocabulary lacks, or none given; or a tokenizer that writes a space before every
-      text (as Llama 2's): observations are encoded piece by piece, and would gain spaces.
+    ValueError: not the text of a tokenizer; a stop token that the vocabulary lacks, or none given; or a tokenizer that
+      writes a space before every text (as Llama 2's): observations are encoded piece by piece, and would gain spaces.
   """
 
   def __init__(self, serialized: str, *, stop_tokens: Sequence[str]):
-    import tokenizers
-
-    self._backend = tokenizers.Tokenizer.from_str(serialized)
+    self._backend = _backend(serialized)
     # A switch of the whole object, so that one that spells control tokens out is an object of its own.
-    self._plain = tokenizers.Tokenizer.from_str(serialized)
+    self._plain = _backend(serialized)
     self._plain.encode_special_tokens = True
     for backend in (self._backend, self._plain):
       backend.no_truncation()
@@ -57,13 +59,17 @@ class HFTokenizer:
 
     Raises:
       FileNotFoundError: no `tokenizer.json` there.
-      ValueError: no file names a stop token, or one names a token that the vocabulary lacks.
+      ValueError: a file that cannot be read as what it should be; no file names a stop token, or one names a token
+        that the vocabulary lacks.
     """
-    directory = pathlib.Path(directory)
-    serialized = (directory / "tokenizer.json").read_text(encoding="utf-8")
-    if stop_tokens is None:
-      stop_tokens = _stop_tokens(directory, serialized)
-    return cls(serialized, stop_tokens=stop_tokens)
+    path = pathlib.Path(directory) / "tokenizer.json"
+    serialized = foreign.read_text(path, most_bytes=_MOST_BYTES)
+    try:
+      if stop_tokens is None:
+        stop_tokens = _stop_tokens(path.parent, serialized)
+      return cls(serialized, stop_tokens=stop_tokens)
+    except ValueError as error:
+      raise ValueError(f"{path}: {error}") from error
 
   @property
   def vocab_size(self) -> int:
@@ -95,26 +101,38 @@ class HFTokenizer:
     return self._spelled(piece[:middle]) + self._spelled(piece[middle:])
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
-  return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def _backend(serialized: str) -> Any:
+  import tokenizers
+
+  try:
+    return tokenizers.Tokenizer.from_str(serialized)
+  except Exception as error:  # the only class that it raises
+    raise ValueError(f"not a tokenizer: {error}") from error
 
 
 def _stop_tokens(directory: pathlib.Path, serialized: str) -> list[str]:
   """The stop tokens that a checkpoint's files name."""
-  import tokenizers
-
   for name in ("generation_config.json", "config.json"):
-    ids = _read(directory / name).get("eos_token_id")
+    ids = foreign.read_object_if_there(directory / name).get("eos_token_id")
     if ids is None:
       continue
-    backend = tokenizers.Tokenizer.from_str(serialized)
-    tokens = [backend.id_to_token(i) for i in (ids if isinstance(ids, list) else [ids])]
+    listed = ids if isinstance(ids, list) else [ids]
+    backend = _backend(serialized)
+    tokens = [backend.id_to_token(i) if type(i) is int and 0 <= i < _NO_ID else None for i in listed]
     known = [token for token in tokens if token is not None]
     if len(known) < len(tokens):
-      raise ValueError(f"{directory / name}: eos_token_id {ids} must be ids of the vocabulary.")
+      raise ValueError(f"{directory / name}: eos_token_id must be ids of the vocabulary; received {ids!r:.200}.")
     return known
-  token = _read(directory / "tokenizer_config.json").get("eos_token")
+  token = foreign.read_object_if_there(directory / "tokenizer_config.json").get("eos_token")
   if token is None:
     raise ValueError(f"{directory}: no eos_token_id in generation_config.json or config.json, and no eos_token in "
                      "tokenizer_config.json; give stop_tokens.")  # fmt: skip
-  return [token["content"] if isinstance(token, dict) else token]
+  return [token_text(directory / "tokenizer_config.json", "eos_token", token)]
+
+
+def token_text(path: pathlib.Path, key: str, token: Any) -> str:
+  """The text of a token as `tokenizer_config.json` writes it: a string, or an object with its `content`."""
+  text = token.get("content") if isinstance(token, dict) else token
+  if not isinstance(text, str):
+    raise ValueError(f"{path}: {key} must be a token; received {token!r:.200}.")
+  return text

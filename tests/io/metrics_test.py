@@ -122,6 +122,12 @@ def test_bad_rows_are_refused_and_leave_no_trace(tmp_path, step, row, message):
     ('{"step": NaN}\n', r"metrics\.jsonl:1: not a line of JSON: NaN"),
     ("[1]\n", r"metrics\.jsonl:1: a JSON object is wanted; received list"),
     ('{"step": "1"}\n', r"metrics\.jsonl:1: key 'step' must be an integer; received '1'"),
+    ('{"step": true}\n', r"metrics\.jsonl:1: key 'step' must be an integer; received True"),
+    (
+      '{"step": 1, "loss": "x"}\n',
+      r"metrics\.jsonl:1: key 'loss' must be a number or null; received 'x'",
+    ),
+    ('{"step": 1, "loss": 1e999}\n', r"metrics\.jsonl:1: not a line of JSON: 1e999 is no number"),
     (b'{"step": 1, "\xff": 1}\n', r"metrics\.jsonl:1: not a line of JSON"),
     ("[" * 100_000 + "\n", r"metrics\.jsonl:1: not a line of JSON"),
   ],

@@ -105,6 +105,8 @@ def test_resume_drops_samples_of_later_steps(tmp_path):
     ({"ended": 1}, "key 'ended' must be a str"),
     ({"success": 1}, "key 'success' must be a bool"),
     ({"episode_id": "8"}, "key 'episode_id' must be an integer"),
+    ({"text": "\ud800"}, "key 'text' must be text that UTF-8 can hold"),
+    ({"success": "x" * 10_000}, "key 'success' must be a bool; received 'x{199}$"),
     ({"surprise": 1}, r"unknown keys \['surprise'\]"),
   ],
 )
@@ -115,6 +117,13 @@ def test_bad_rows_name_line_and_key(tmp_path, change, message):
     file.write(json.dumps(trajectories.to_json(make()) | change) + "\n")
   with pytest.raises(ValueError, match=rf"t\.jsonl:2: .*{message}"):
     trajectories.read(path)
+
+
+def test_many_keys_of_which_one_is_twice_are_read_in_linear_time(tmp_path):
+  keys = b",".join(b'"k%d":0' % i for i in range(100_000))
+  (tmp_path / "t.jsonl").write_bytes(b"{" + keys + b',"k99999":1}\n')
+  with pytest.raises(ValueError, match="key 'k99999' is there twice"):
+    trajectories.read(tmp_path / "t.jsonl")
 
 
 def test_missing_keys_are_listed():
@@ -133,6 +142,7 @@ LINE = json.dumps(trajectories.to_json(make())).encode()
     (LINE.replace(b'"text": "', b'"text": "\xff\xfe'), "not a line of JSON: .*utf-8"),
     (LINE[:-1] + b', "step": 3}', "key 'step' is there twice"),
     (LINE.replace(b"-0.1", b"NaN", 1), "NaN is not JSON"),
+    (LINE.replace(b"-0.1", b"-1e999", 1), r"-1e999\d* is no number that a float can hold"),
     (LINE.replace(b"-0.1", b"-Infinity", 1), "-Infinity is not JSON"),
     (LINE.replace(b'"text": "', b'"text": ' + b"[" * 100_000), "not a line of JSON"),
     (LINE.replace(b"[0, 1, 2, 3]", b"[" + b"9" * 5000 + b"]"), "not a line of JSON"),

@@ -64,6 +64,11 @@ def put(index, value):
     ("success", lambda x: x.astype(np.int8), r"array 'success' must be bool\[2\]; received int8\[2\]"),
     ("num_turns", put(0, 3), "trajectory 0: num_turns must be in .1, 2.; received 3"),
     ("text", lambda x: np.full_like(x, 0xFF), "trajectory 0: .*utf-8"),
+    (
+      "action_mask",
+      lambda x: (x * np.uint8(7)).view(np.bool_),
+      "array 'action_mask' must hold 0 and 1; received 7",
+    ),
     ("text_bytes", put(1, 1), "array 'text' must be uint8"),
   ],
 )

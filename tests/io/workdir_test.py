@@ -73,8 +73,15 @@ def test_true_and_one_differ():
 
 
 def test_a_broken_config_file_is_named(tmp_path):
-  (tmp_path / "config.json").write_text("{")
-  with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+  for content in ("{", "[" * 100_000, "[]"):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json must be .*Choose another --workdir"):
+      workdir.write_or_check_config(tmp_path, {})
+
+
+def test_endless_differences_are_cut(tmp_path):
+  workdir.write_or_check_config(tmp_path, {f"k{i:03}": 0 for i in range(300)})
+  with pytest.raises(ValueError, match=r"k099: recorded 0, now nothing\n  \.\.\. and 200 more$"):
     workdir.write_or_check_config(tmp_path, {})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -273,10 +274,10 @@ def test_wrong_tensors_are_named(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"num_hidden_layers": 10**12}, r"config\.json: num_hidden_layers must be an int in \[1, 10000\]"),
+    ({"num_hidden_layers": 10**12}, r"config\.json: num_hidden_layers must be an int in \[1, 1000\]"),
     ({"num_hidden_layers": 2.5}, r"config\.json: num_hidden_layers must be"),
     ({"rms_norm_eps": "x"}, r"config\.json: "),
-    ({"vocab_size": True}, r"config\.json: ModelConfig.vocab_size must be a positive int; received True"),
+    ({"vocab_size": True}, r"config\.json: ModelConfig.vocab_size must be an int below 2\*\*31; received True"),
     ({"head_dim": [1]}, r"config\.json: ModelConfig.head_dim"),
     ({"rope_parameters": "x"}, r"config\.json: "),
   ],
@@ -290,7 +291,7 @@ def test_hostile_configs_are_refused_by_file(changes: dict[str, Any], message: s
 @pytest.mark.parametrize("text", [b"[]", b"\xff", b"{", b"[" * 100_000, b'"x"'])
 def test_a_config_that_is_no_object_is_refused_by_file(text: bytes, tmp_path: pathlib.Path) -> None:
   (tmp_path / "config.json").write_bytes(text)
-  with pytest.raises(ValueError, match=r"config\.json: "):
+  with pytest.raises(ValueError, match=r"config\.json must be"):
     models.load_hf(tmp_path)
 
 
@@ -305,15 +306,61 @@ def test_hostile_safetensors_are_refused_by_file(content: bytes, tmp_path: pathl
     models.load_hf(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_never_ends_is_not_opened(name: str, tmp_path: pathlib.Path) -> None:
+  _copy("qwen3", tmp_path)
+  (tmp_path / name).unlink(missing_ok=True)
+  os.mkfifo(tmp_path / name)
+  with pytest.raises(ValueError, match=rf"{name} must be a regular file"):
+    models.load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_named(value: float, dtype: Any, tmp_path: pathlib.Path) -> None:
+  tensors = {name: tensor.astype(dtype) for name, tensor in _copy("qwen3", tmp_path).items()}
+  file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+  tensors[name][3, 5] = jnp.finfo(dtype).max  # the largest exponent that a number can have
+  safetensors.numpy.save_file(tensors, file)
+  models.load_hf(tmp_path)
+  tensors[name][3, 5] = value
+  safetensors.numpy.save_file(tensors, file)
+  with pytest.raises(ValueError, match=f"{tmp_path}: Tensor {name} holds NaN or infinite values"):
+    models.load_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("model_type", "changes", "message"),
+  [
+    ("qwen3", {"num_hidden_layers": 1000}, r"num_layers = 1000, but there are \d+ tensors"),
+    ("qwen3_moe", {"num_experts": 10**9}, r"num_experts = 1000000000, but there are \d+ tensors"),
+    ("qwen3", {"head_dim": 10**9}, r"head_dim = 1000000000, but no tensor is longer than \d+"),
+    ("qwen3", {"vocab_size": 10**400}, r"ModelConfig.vocab_size must be an int below 2\*\*31"),
+    ("qwen3", {"rms_norm_eps": float("inf")}, "ModelConfig.norm_eps must be a finite number; received inf"),
+    ("qwen3", {"tie_word_embeddings": "no"}, "ModelConfig.tie_word_embeddings must be true or false; received 'no'"),
+    ("qwen3_moe", {"mlp_only_layers": ["a"]}, "ModelConfig.mlp_only_layers must be numbers of layers"),
+    ("qwen3_moe", {"moe_intermediate_size": 1.5}, "ModelConfig.moe_intermediate_size must be an int"),
+  ],
+)
+def test_numbers_past_what_the_files_hold_are_refused_at_once(
+  model_type: str, changes: dict[str, Any], message: str, tmp_path: pathlib.Path
+) -> None:
+  tensors = _copy(model_type, tmp_path, drop=("layer_types", "num_local_experts"), **changes)
+  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+  with pytest.raises(ValueError, match=message):
+    models.load_hf(tmp_path)
+
+
 @pytest.mark.parametrize(
   ("index", "message"),
   [
-    ({"weight_map": {"a": "../../etc/passwd"}}, "tensor 'a' must name a file of the same folder"),
-    ({"weight_map": {"a": "/etc/passwd"}}, "tensor 'a' must name a file of the same folder"),
+    ({"weight_map": {"a": "../../etc/passwd"}}, "tensor 'a' must name a .safetensors file of the same folder"),
+    ({"weight_map": {"a": "/etc/passwd"}}, "tensor 'a' must name a .safetensors file of the same folder"),
     ({"weight_map": {"a": 3}}, "received 3"),
     ({"weight_map": ["a"]}, "'weight_map' must be an object"),
-    ({}, "is not an index of safetensors files"),
-    ([], "is not an index of safetensors files"),
+    ({"weight_map": {"a": "config.json"}}, "tensor 'a' must name a .safetensors file of the same folder"),
+    ({}, "'weight_map' must be an object"),
+    ([], "must be a JSON object; received list"),
   ],
 )
 def test_hostile_indices_are_refused_by_file(index: Any, message: str, tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import struct
 from typing import Any
 
 import gguf
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from sao_jax import models
+from sao_jax import foreign, models
 from tests.models.checkpoint_test import FIXTURES
 
 _NAMES = {
@@ -78,6 +79,43 @@ def test_quantized_tensors_are_expanded(tmp_path: pathlib.Path) -> None:
   _, params = models.load_gguf(tmp_path / "model.gguf")
   _, want = models.load_hf(FIXTURES / "llama")
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.01), params, want)
+
+
+def _header(tensors: int, keys: int, rest: bytes) -> bytes:
+  return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + rest
+
+
+def _array(kind: int, count: int, values: bytes) -> bytes:
+  return struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, kind, count) + values
+
+
+@pytest.mark.parametrize(
+  "content",
+  [
+    b"GGUF",
+    b"not a GGUF file",
+    _header(2**60, 0, b""),
+    _header(0, 2**64 - 1, b""),
+    _header(0, 1, struct.pack("<Q", 2**64 - 1) + b"a"),  # a name as long as that
+    _header(0, 1, _array(0, 2**60, b"x" * 100)),  # bytes
+    _header(0, 1, _array(9, 2**60, b"")),  # arrays
+    _header(0, 1, _array(9, 1, struct.pack("<IQ", 9, 1) * 5000)),  # arrays in arrays
+    _header(0, 1, _array(77, 1, b"x" * 100)),
+    _header(1, 0, struct.pack("<Q", 1) + b"t" + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + b"x" * 64),
+    _header(1, 0, struct.pack("<Q", 1) + b"t" + struct.pack("<IQIQ", 1, 4, 0, 2**62) + b"x" * 64),
+  ],
+)
+def test_hostile_files_are_refused_by_name_at_once(content: bytes, tmp_path: pathlib.Path) -> None:
+  (tmp_path / "x.gguf").write_bytes(content)
+  with pytest.raises(ValueError, match=r"x\.gguf is not a valid GGUF file: ."):
+    models.load_gguf(tmp_path / "x.gguf")
+
+
+def test_an_array_of_endless_values_is_not_held(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+  monkeypatch.setattr(foreign, "_MOST_GGUF_VALUES", 1000)
+  (tmp_path / "x.gguf").write_bytes(_header(0, 1, _array(0, 2000, b"x" * 2000)))
+  with pytest.raises(ValueError, match=r"x\.gguf is not a valid GGUF file: it has more than 1000 values"):
+    models.load_gguf(tmp_path / "x.gguf")
 
 
 def test_unsupported_keys_are_named(tmp_path: pathlib.Path) -> None:

@@ -21,16 +21,16 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
 
 
-def write_file(path, *, split="smollm", model="gpt2", leave_out=()):
+def write_file(path, *, split="smollm", model="gpt2", eos=2, types=None, leave_out=()):
   writer = gguf.GGUFWriter(path, "llama")
   fields = {
     "model": lambda: writer.add_tokenizer_model(model),
     "pre": lambda: writer.add_tokenizer_pre(split),
     "tokens": lambda: writer.add_token_list(TOKENS),
-    "types": lambda: writer.add_token_types([3] * len(CONTROL) + [1] * (len(TOKENS) - len(CONTROL))),
+    "types": lambda: writer.add_token_types(types or [3] * len(CONTROL) + [1] * (len(TOKENS) - len(CONTROL))),
     "merges": lambda: writer.add_token_merges(MERGES),
     "bos": lambda: writer.add_bos_token_id(1),
-    "eos": lambda: writer.add_eos_token_id(2),
+    "eos": lambda: writer.add_eos_token_id(eos),
     "template": lambda: writer.add_chat_template(TEMPLATE),
   }
   for name, add in fields.items():
@@ -94,6 +94,8 @@ def test_stop_token_and_template(loaded):
     ({"split": "qwen2"}, "received 'gpt2' with 'qwen2'"),
     ({"model": "llama"}, "received 'llama' with 'smollm'"),
     ({"leave_out": ("template",)}, "lacks tokenizer.chat_template"),
+    ({"eos": 10_000}, r"eos_token_id must be in \[0, \d+\); received 10000"),
+    ({"types": [1, 2]}, "tokens and 2 of their types"),
     ({"leave_out": ("merges",)}, "lacks tokenizer.ggml.merges"),
   ],
 )

@@ -161,6 +161,18 @@ def test_template_is_sandboxed(tokenizer):
 
 @pytest.mark.parametrize(
   "source",
+  [
+    "{{ 1 // 0 }}", "{{ 'a' + 1 }}", "{% for i in range(10 ** 9) %}{% endfor %}", "{% import 'os' as o %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ range | tojson }}",
+  ],
+)  # fmt: skip
+def test_a_template_that_fails_is_told_as_one(tokenizer, source):
+  with pytest.raises(ValueError, match="the chat template fails: "):
+    template(source, tokenizer).render([])
+
+
+@pytest.mark.parametrize(
+  "source",
   ["{{ messages | length }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"],
 )
 def test_template_without_tellable_turns_is_refused(tokenizer, source):
@@ -192,6 +204,45 @@ def test_stop_tokens_by_precedence(directory, tokenizer):
   write(directory, "generation_config.json", {"eos_token_id": 10_000})
   with pytest.raises(ValueError, match="must be ids of the vocabulary"):
     HFTokenizer.load(directory)
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"model": 5}', "null"])
+def test_a_file_that_is_no_tokenizer_is_named(directory, content):
+  write(directory, "tokenizer.json", content)
+  with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer: "):
+    HFTokenizer.load(directory, stop_tokens=["<|im_end|>"])
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("generation_config.json", "[]", "must be a JSON object; received list"),
+    ("generation_config.json", "{", "must be JSON"),
+    *(("config.json", {"eos_token_id": ids}, "must be ids of the vocabulary") for ids in (-1, 2**70, "2", True, [[2]])),
+    ("tokenizer_config.json", {"eos_token": {}}, "eos_token must be a token; received {}"),
+    ("tokenizer_config.json", {"eos_token": 5}, "eos_token must be a token; received 5"),
+  ],
+)
+def test_files_that_name_no_stop_tokens_are_named(directory, name, content, message):
+  write(directory, name, content)
+  with pytest.raises(ValueError, match=f"{name}.*{message}"):
+    HFTokenizer.load(directory)
+
+
+@pytest.mark.parametrize(
+  ("content", "message"),
+  [
+    ({"chat_template": 5}, "chat_template must be text; received int"),
+    ({"chat_template": [{"name": "default", "template": []}]}, "chat_template must be text; received list"),
+    ({"chat_template": "x", "bos_token": {"content": 5}}, "bos_token must be a token"),
+    ({"chat_template": "{% if %}"}, "not valid jinja2, line 1"),
+    ({"chat_template": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"}, "too deeply nested"),
+  ],
+)
+def test_templates_that_cannot_be_read_are_named(directory, content, message):
+  write(directory, "tokenizer_config.json", content)
+  with pytest.raises(ValueError, match=rf"tokenizer_config\.json: .*{message}"):
+    ChatTemplate.load(directory, stop_tokens=[], control_tokens=[])
 
 
 def test_template_files(directory, tokenizer):
