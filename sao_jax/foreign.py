@@ -81,7 +81,7 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
   except ImportError as error:
     raise ImportError("GGUF files need the optional package `gguf`: pip install 'sao_jax[gguf]'.") from error
 
-  class Reader(gguf.GGUFReader):  # type: ignore[misc]
+  class Reader(gguf.GGUFReader):
     """Its base reads past the end as nothing, however often, and keeps an object for every value of an array."""
 
     left = _MOST_GGUF_VALUES

@@ -25,11 +25,11 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
   """
   fields = foreign.open_gguf(path).fields
 
-  def get(name: str, kind: type = str, of: type | None = None) -> Any:
+  def get(name: str, kind: type[Any] = str, of: type[Any] | None = None) -> Any:
     if name not in fields:
       raise ValueError(f"{os.fspath(path)} lacks {name}.")
     try:
-      value = fields[name].contents()
+      value: Any = fields[name].contents()
     except (ValueError, IndexError, TypeError) as error:
       raise ValueError(f"{os.fspath(path)}: {name} cannot be read: {error}") from error
     if not isinstance(value, kind) or (of is not None and not all(isinstance(x, of) for x in value)):
