@@ -3,9 +3,10 @@
 What is modelled: engines of S slots that decode at a constant time per token (continuous batching: all slots step
 together), episodes that alternate between decoding and waiting for a tool, the trainer's time per step, the pause that
 new weights cost, and the admission rule of `rollout.queue`: an episode starts only if, were all earlier ones trained
-first, it would not come in too stale. A pause for weights holds up what decodes; tools run on, and an episode whose
-tool takes longer than the pause loses nothing. Not modelled: slower decoding of fuller or longer caches, failures,
-episodes of one group that resemble each other, and a network that saturates.
+first, it would not come in too stale, and while the queue is not full; those that run then are still taken in. A pause
+for weights holds up what decodes; tools run on, and an episode whose tool takes longer than the pause loses nothing.
+Not modelled: slower decoding of fuller or longer caches, failures, episodes of one group that resemble each other, and
+a network that saturates.
 
 Schedules:
   sync: a batch is generated, then trained on, then weights go out.
@@ -60,7 +61,7 @@ class ClusterConfig:
   """Pause of an engine that takes up new weights."""
   max_staleness: int = 8
   capacity: int | None = None
-  """Trajectories ready for the trainer before finished episodes must wait in their slots; None: twice the batch."""
+  """While so many trajectories are ready for the trainer, no more episodes start; None: twice the batch."""
 
   def __post_init__(self) -> None:
     if self.capacity is not None and self.capacity < self.batch_size:
@@ -188,7 +189,6 @@ class _Cluster:
     self.groups: collections.defaultdict[int, list[_Finished]] = collections.defaultdict(list)
     self.arrival = self.env.event()
     self.capacity = 2 * config.batch_size if config.capacity is None else config.capacity
-    self.room = self.env.event()  # happens when the trainer takes a batch
     self.pauses: list[float] = []  # when all engines at once were paused (`in_flight`); they do not overlap
     self.decoding = self.decoded_s = self.integrated_to = 0.0  # slots that decode, on average over their episodes
     self.trained_s = self.measured_from = 0.0
@@ -224,7 +224,7 @@ class _Cluster:
         self.arrival = self.env.event()
         yield self.arrival
       batch = [self.ready.popleft() for _ in range(self.config.batch_size)]
-      self._make_room()
+      self._start_episodes()  # the queue may have been full
       self.staleness.update(self.version - finished.version for finished in batch)
       tokens = sum(finished.tokens for finished in batch)
       seconds = self.config.train_s + self.config.train_token_s * tokens
@@ -257,11 +257,11 @@ class _Cluster:
     return self.env.timeout(self.config.transfer_s)
 
   def _start_episodes(self) -> None:
-    """Fills free slots as far as admission allows: never more than could come in fresh enough."""
+    """Fills free slots as far as admission allows: never more than could come in fresh enough, none if it is full."""
     config = self.config
     ahead = 0 if config.schedule == "sync" else config.max_staleness
     admitted = (self.version + ahead + 1) * config.batch_size
-    while self.free and self.started - self.dropped < admitted:
+    while self.free and len(self.ready) < self.capacity and self.started - self.dropped < admitted:
       engine = self.free.popleft()
       if self._must_drain(engine):
         engine.held += 1
@@ -288,8 +288,6 @@ class _Cluster:
       # What it waited for during pauses was not decoding's to lose: counted over its whole life, so partly before.
       counted = share * (seconds - (self._paused_s() - paused))
       self.decoded_s += (decode - counted) * min(1.0, (self.env.now - self.measured_from) / seconds)
-    while len(self.ready) >= self.capacity:
-      yield self.room
     engine.live -= 1
     self.free.append(engine)
     self._finish(_Finished(episode.tokens, version), group)
@@ -345,13 +343,7 @@ class _Cluster:
         self.dropped += size
       else:
         fresh.extend(members)
-    if len(fresh) < len(waiting):
-      self.ready = fresh
-      self._make_room()
-
-  def _make_room(self) -> None:
-    room, self.room = self.room, self.env.event()
-    room.succeed()
+    self.ready = fresh
 
   def _integrate(self) -> None:
     """Adds up decoding time until now; nothing decodes during a pause."""

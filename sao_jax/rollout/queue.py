@@ -55,7 +55,7 @@ class TrajectoryQueue:
     """How many more episodes may start while the learner is at `version`.
 
     started - dropped - failed <= (version + max_staleness + 1) * batch_size (the rule of AReaL, arXiv 2505.24298): an
-    episode beyond that could only be used by a learner that is more than `max_staleness` versions ahead. None while the
+    episode beyond that could only be used by a learner that is more than `max_staleness` versions ahead. 0 while the
     queue is full.
     """
     with self._changed:

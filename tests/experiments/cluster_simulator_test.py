@@ -186,12 +186,12 @@ def test_bad_clusters_are_refused(change, message):
     make(**change)
 
 
-def test_full_queue_holds_finished_episodes_in_their_slots():
+@pytest.mark.parametrize(("capacity", "older"), [(8, 2), (16, 3), (64, 9)])
+def test_full_queue_stops_new_episodes_and_takes_in_those_that_run(capacity, older):
   """A trainer that cannot keep up: what it uses has waited for room, not for all that admission allows."""
-  slow = {"train_s": 100.0, "num_engines": 1, "slots": 8, "max_staleness": 64}
-  staleness = [run(make(**slow, capacity=capacity), num_steps=40).staleness_mean for capacity in (8, 64)]
-  # Waiting batches and the one in the slots, each one version old when the next is used.
-  assert staleness == [pytest.approx(2, abs=0.6), pytest.approx(9, abs=0.6)]
+  result = run(make(train_s=100.0, num_engines=1, slots=8, max_staleness=64, capacity=capacity), num_steps=40)
+  # One short of full, all eight slots start an episode: `capacity + 7` wait then, and eight of them are taken per step.
+  assert result.staleness == {older - 1: 40, older: 7 * 40}
 
 
 def test_capacity_below_a_batch_is_refused():
