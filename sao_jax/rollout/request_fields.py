@@ -21,6 +21,15 @@ def _no_constant(name: str) -> Any:
   raise ValueError(f"{name} is not JSON")
 
 
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  fields: dict[str, Any] = {}
+  for name, value in pairs:
+    if name in fields:
+      raise ValueError(f"{name:.80} is there twice")
+    fields[name] = value
+  return fields
+
+
 class RequestFields:
   """The fields of a request body.
 
@@ -40,7 +49,7 @@ class RequestFields:
   def __init__(self, body: bytes | Mapping[str, Any], prefix: str = ""):
     if isinstance(body, bytes):
       try:
-        body = json.loads(body or b"{}", parse_constant=_no_constant)
+        body = json.loads(body or b"{}", parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
       except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body must be JSON: {error}") from error
     if not isinstance(body, dict):
@@ -114,7 +123,7 @@ class RequestFields:
     """Refuses every field that was not taken, unless it is in `neutral` with a value that asks for nothing."""
     for name, value in self._rest.items():
       if name not in neutral:
-        raise BadRequestError(f"unknown field {self._prefix}{name}.", field=self._prefix + name)
+        raise BadRequestError(f"unknown field {self._prefix}{name:.80}.", field=f"{self._prefix}{name:.80}")
       allowed = neutral[name]
       if value is not None and not any(type(value) is type(x) and value == x for x in allowed):
         raise self._wrong(name, " or ".join(json.dumps(x) for x in allowed) or "null", value)

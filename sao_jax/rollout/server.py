@@ -130,7 +130,7 @@ class CompletionServer:
     """Serves inside the block; gives the host and port bound to."""
     runner = web.AppRunner(
       self.application(), handler_cancellation=True, access_log=None, max_line_size=8190, max_field_size=8190,
-      shutdown_timeout=_SHUTDOWN_S, keepalive_timeout=self._config.body_timeout_s,
+      shutdown_timeout=_SHUTDOWN_S, keepalive_timeout=self._config.body_timeout_s, auto_decompress=False,
     )  # fmt: skip
     await runner.setup()
     try:
@@ -188,6 +188,8 @@ class CompletionServer:
   async def _fields(self, request: web.Request) -> RequestFields:
     if request.can_read_body and request.content_type != "application/json":
       raise BadRequestError(f"Content-Type must be application/json; received {request.content_type}.", status=415)
+    if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+      raise BadRequestError(f"Content-Encoding must be identity, or left out; received {encoding}.", status=415)
     try:
       async with asyncio.timeout(self._config.body_timeout_s):
         return RequestFields(await request.read())
@@ -288,7 +290,7 @@ class CompletionServer:
     if stop_ids and set(stop_ids) != self._completions.stop_ids:
       allowed = sorted(self._completions.stop_ids)
       raise BadRequestError(
-        f"stop_token_ids must be {allowed}, which the server was started with; received {stop_ids}.",
+        f"stop_token_ids must be {allowed}, which the server was started with; received {stop_ids!r:.80}.",
         field="stop_token_ids",
       )
     if fields.boolean("ignore_eos") and not stop_ids:

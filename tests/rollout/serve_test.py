@@ -291,6 +291,7 @@ REFUSED = {
   "model": ("/v1/completions", {"prompt": [3], "model": "gpt"}, 404, "model must be tiny; received gpt"),
   "logprobs": ("/v1/completions", {"prompt": [3], "logprobs": 5}, 400, "logprobs must be an integer in [0, 0]"),
   "not_an_object": ("/generate", [1, 2], 400, "must be a JSON object; received list"),
+  "twice": ("/generate", b'{"input_ids": [3], "input_ids": [4]}', 400, "input_ids is there twice"),
   "not_json": ("/generate", b"{", 400, "the body must be JSON"),
   "not_utf8": ("/generate", b"\xff\xfe{", 400, "the body must be JSON"),
   "deep": ("/generate", b"[" * 10_000, 400, "the body must be JSON"),
@@ -326,6 +327,9 @@ def test_refused_before_it_is_read(url, weights_root):
   assert call(f"{url}/generate")[0] == 405
   status, answer = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Type": "text/plain"})
   assert status == 415 and "application/json" in answer["error"]["message"]
+  for encoding in ("gzip", "lzma"):
+    status, answer = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Encoding": encoding})
+    assert status == 415 and f"Content-Encoding must be identity, or left out; received {encoding}" in str(answer)
   status, answer = call(f"{url}/pause", method="POST", headers={"Origin": "http://example.com"})
   assert status == 403 and "web pages" in answer["error"]["message"]
   assert sglang(url, max_new_tokens=2)[0] == 200
