@@ -64,7 +64,8 @@ class Runner:
     self._jobs = jobs
     self._rates: dict[str, float] = {}
     (self._workdir / "base").mkdir(parents=True, exist_ok=True)
-    workdir_lib.write_or_check_config(self._workdir / "base", config_lib.to_json(self._base))
+    record, missing = config_lib.to_json(self._base), config_lib.comparison(self._base)["may_be_missing"]
+    workdir_lib.write_or_check_config(self._workdir / "base", record, may_be_missing=missing)
 
   def folder(self, arm: Arm, seed: int) -> pathlib.Path:
     """Where an arm's run of a seed lies: a run of these settings, whichever suite asked for it."""

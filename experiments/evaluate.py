@@ -6,8 +6,7 @@
 
 The first takes the newest checkpoint of a run and that run's own tasks. The others take a Hugging Face directory or a
 GGUF file, its chat template, and a benchmark (`experiments.benchmark_sets`), under the paper's settings: temperature 1,
-top-p 1 (the engine samples from nothing else), up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs. Answers
-are graded by math-verify.
+top-p 1, up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs. Answers are graded by math-verify.
 
 Every sample is written to `OUT/samples.jsonl` as it ends; the same command goes on where it was stopped, with the same
 samples as if it had not been. Episodes of all runs are decoded together, `--num_slots` at a time.
@@ -54,7 +53,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("max_len", 131_072, "Tokens per episode.", lower_bound=2)
   flags.DEFINE_integer("max_action_tokens", None, "Tokens per action; default: as many as fit.", lower_bound=1)
   flags.DEFINE_float("temperature", 1.0, "Sampling temperature.")
-  flags.DEFINE_float("top_p", 1.0, "The paper's; nothing else is on offer.")
+  flags.DEFINE_float("top_p", 1.0, "Mass of the nucleus that is sampled from.")
   flags.DEFINE_bool("tool", True, "Offer Python as a tool.")
   flags.DEFINE_integer("num_slots", 16, "Episodes decoded at once.", lower_bound=1)
   flags.DEFINE_enum("dtype", None, models.config.DTYPES, "Of the computation; default: the checkpoint's.")
@@ -84,10 +83,6 @@ def check(options: Any) -> None:
     raise app.UsageError("--benchmark needs --checkpoint: a run is evaluated on its own tasks.")
   if options.checkpoint is not None and (options.benchmark is None or options.out is None):
     raise app.UsageError("--checkpoint needs --benchmark and --out.")
-  if options.top_p != 1.0:
-    raise app.UsageError(
-      f"--top_p must be 1: the engine samples from the whole distribution; received {options.top_p}."
-    )
 
 
 def evaluate_run(workdir: pathlib.Path, episodes: int | None, samples: str | None) -> None:
@@ -122,7 +117,8 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
   model, params = load(options.checkpoint, options.dtype)
   config = benchmark_config(options, model)
   with workdir_lib.WorkdirLock(out):
-    workdir_lib.write_or_check_config(out, config_lib.to_json(config), may_differ=("engine.num_slots",))
+    record, missing = config_lib.to_json(config), config_lib.comparison(config)["may_be_missing"]
+    workdir_lib.write_or_check_config(out, record, may_differ=("engine.num_slots",), may_be_missing=missing)
     samples = out / "samples.jsonl"
     cut_after_step(samples, 0)  # of a kill there may be half a line at the end
     known = trajectory_io.read(samples) if samples.exists() else []
@@ -163,6 +159,7 @@ def benchmark_config(options: Any, model: models.ModelConfig) -> RunConfig:
       max_action_tokens=min(options.max_action_tokens or max_len, max_len),
       max_turns=options.max_turns,
       temperature=options.temperature,
+      top_p=options.top_p,
       prefill_tokens=tuple(prefill),
     ),
     env=EnvConfig(

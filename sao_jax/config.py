@@ -168,6 +168,12 @@ class RunConfig:
       self.learner.temperature,
       f"engine.temperature = {self.engine.temperature}: both sides score the distribution that was sampled from",
     )
+    _require(
+      self.engine.top_p == 1.0 or self.num_steps == 0,
+      "engine.top_p",
+      self.engine.top_p,
+      "1.0 with num_steps > 0: the learner scores the whole distribution, not the truncated one that was sampled from",
+    )
 
   def _apply_algorithm(self) -> None:
     """Sets the learner's fields that the algorithm names where they have their defaults; others must agree with it."""

@@ -43,12 +43,17 @@ def config(**changes: Any) -> RunConfig:
     ({"queue_capacity": 5}, "queue_capacity must be >= batch_size = 128; received 5"),
     ({"engine": EngineConfig(max_len=1024)}, "learner.row_length must be at least engine.max_len = 1024"),
     ({"engine": EngineConfig(temperature=0.7)}, "learner.temperature must be engine.temperature = 0.7"),
+    ({"engine": EngineConfig(top_p=0.9)}, "engine.top_p must be 1.0 with num_steps > 0: .*received 0.9"),
     ({"seed": -1}, "seed must be in"),
   ],
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     config(**changes)
+
+
+def test_an_evaluation_may_truncate() -> None:
+  assert config(engine=EngineConfig(top_p=0.9), num_steps=0).engine.top_p == 0.9
 
 
 @pytest.mark.parametrize(

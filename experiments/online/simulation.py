@@ -154,7 +154,8 @@ def train(
     raise ValueError(f"num_steps must be {simulation.config.num_steps}, as the phases; received {config.num_steps}.")
   console = console or Console(quiet=True)
   folder.mkdir(parents=True, exist_ok=True)
-  workdir_lib.write_or_check_config(folder, config_lib.to_json(config))
+  missing = config_lib.comparison(config)["may_be_missing"]
+  workdir_lib.write_or_check_config(folder, config_lib.to_json(config), may_be_missing=missing)
   with Components(config, simulation.domain) as parts, Interrupts() as interrupts:
     policy = stages.warm_start(parts, folder, console, interrupts)
     critic = stages.value_pretraining(parts, policy, folder, console, interrupts)

@@ -37,6 +37,9 @@ class EngineConfig:
   """
   temperature: float = 1.0
   """Sampling temperature; recorded log-probs are those of the tempered distribution. Greedy decoding is not offered."""
+  top_p: float = 1.0
+  """Below 1 only the most probable tokens are sampled, as few as reach this probability, and recorded log-probs are
+  those of this truncated distribution. For evaluation: a run with RL refuses it, since the learner scores the whole."""
   chunk_steps: int = 16
   """Decode steps per jitted chunk: host and weights are looked at between chunks."""
   prefill_rows: tuple[int, ...] = (8,)
@@ -84,6 +87,8 @@ class EngineConfig:
       raise ValueError(f"EngineConfig.max_len must be >= 2 (a prompt and an action token); received {self.max_len}.")
     if not 0.0 < self.temperature < float("inf"):
       raise ValueError(f"EngineConfig.temperature must be finite and > 0; received {self.temperature}.")
+    if not 0.0 < self.top_p <= 1.0:
+      raise ValueError(f"EngineConfig.top_p must be in (0, 1]; received {self.top_p}.")
     if self.truncated_reward is not None and not math.isfinite(self.truncated_reward):
       raise ValueError(f"EngineConfig.truncated_reward must be finite or None; received {self.truncated_reward}.")
     if self.env_workers < 0:

@@ -73,6 +73,7 @@ class Engine:
       model=model,
       chunk_steps=config.chunk_steps,
       temperature=config.temperature,
+      top_p=config.top_p,
       stop_ids=tuple(tokenizer.stop_ids),
     )
     sampler = Sampler(spec, num_slots=config.num_slots, max_len=config.max_len, num_lanes=config.num_lanes)

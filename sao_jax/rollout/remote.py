@@ -76,6 +76,11 @@ class RemoteEngine:
         "EngineConfig.temperature must be 1 with RemoteConfig.protocol 'vllm', whose log-probs are those of the "
         f"distribution before the temperature by default; received {config.temperature}."
       )
+    if config.top_p != 1.0:
+      raise ValueError(
+        "EngineConfig.top_p must be 1 with a RemoteConfig: the servers' log-probs are by default those of the "
+        f"distribution before the truncation; received {config.top_p}."
+      )
     self._remote = remote
     self._save_weights = save_weights
     self._folder = pathlib.Path(remote.weights_dir).resolve()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry_2x32
 
+from sao_jax.rollout.nucleus import nucleus
 from sao_jax.types import Cache, CachedPolicy, Params, Window
 
 _HEADER = 8  # slot, start, count, slot whose state is set, and that state
@@ -155,6 +156,8 @@ class SamplerSpec:
   """Logits are divided by it, in float32; log-probs are those of the result."""
   stop_ids: tuple[int, ...]
   """Ids that end an action."""
+  top_p: float = 1.0
+  """Mass of the nucleus that is sampled from, in (0, 1]; log-probs are those inside it."""
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "live_len"), donate_argnums=(1, 2))
@@ -191,6 +194,8 @@ def _decode(
     i, window, state, tokens_out, logp_out = carry
     hidden, window = model.step(prepared, window, state.token, i)
     logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / spec.temperature
+    if spec.top_p < 1.0:
+      logits = nucleus(logits, top_p=spec.top_p)
     tokens, logp = sample_tokens(logits, noise[i])
     budget = state.budget - state.active
     stopped = (tokens[:, None] == stop_ids).any(-1)

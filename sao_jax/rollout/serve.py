@@ -50,6 +50,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
   add("--weight_version", default="default", help="What the checkpoint's weights are called.")
   add("--stop_ids", help="Ids that end a completion, comma-separated. Default: eos_token_id of the checkpoint.")
   add("--temperature", type=float, default=1.0, help="Of all completions; requests may not ask for another.")
+  add("--top_p", type=float, default=1.0, help="Of all completions, likewise; log-probs are those inside the nucleus.")
   add("--num_slots", type=int, default=EngineConfig.num_slots, help="Completions decoded at once.")
   add("--max_len", type=int, default=2048, help="Tokens of prompt and answer.")
   add("--chunk_steps", type=int, default=EngineConfig.chunk_steps, help="Decode steps between looks at the requests.")
@@ -101,6 +102,7 @@ def _run(arguments: argparse.Namespace) -> None:
     max_action_tokens=arguments.max_len,
     chunk_steps=arguments.chunk_steps,
     temperature=arguments.temperature,
+    top_p=arguments.top_p,
     prefill_tokens=(32, 128, 512),
   )
   settings = ServerConfig(

@@ -40,7 +40,7 @@ _CHECK_S = 0.5
 _SHUTDOWN_S = 10.0
 _OPENAI_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "n": (1,), "best_of": (1,), "echo": (False,), "stream": (False,), "suffix": (), "stop": ([],), "logit_bias": (),
-  "top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0),
+  "top_k": (0, -1), "min_p": (0, 0.0), "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0),
   "repetition_penalty": (1, 1.0), "min_tokens": (0,), "skip_special_tokens": (False,),
   "spaces_between_special_tokens": (True, False), "add_special_tokens": (False,), "include_stop_str_in_output": (True,),
 }  # fmt: skip
@@ -48,7 +48,7 @@ _SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "stream": (False,), "return_text_in_logprobs": (False,), "logprob_start_len": (-1,), "top_logprobs_num": (0,),
 }  # fmt: skip
 _SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-  "n": (1,), "stop": ([],), "top_p": (1, 1.0), "top_k": (-1,), "min_p": (0, 0.0), "frequency_penalty": (0, 0.0),
+  "n": (1,), "stop": ([],), "top_k": (-1,), "min_p": (0, 0.0), "frequency_penalty": (0, 0.0),
   "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0), "min_new_tokens": (0,), "skip_special_tokens": (False,),
   "spaces_between_special_tokens": (True, False), "no_stop_trim": (True,),
 }  # fmt: skip
@@ -283,9 +283,9 @@ class CompletionServer:
 
   def _check_sampling(self, fields: RequestFields) -> None:
     """What is compiled into the engine can only be asked for as it is."""
-    fixed = self._completions.config.temperature
-    if fields.number("temperature", default=fixed) != fixed:
-      raise BadRequestError(f"temperature must be {fixed}, which the server was started with.", field="temperature")
+    for name in ("temperature", "top_p"):
+      if fields.number(name, default=(fixed := getattr(self._completions.config, name))) != fixed:
+        raise BadRequestError(f"{name} must be {fixed}, which the server was started with.", field=name)
     stop_ids = fields.ids("stop_token_ids")
     if stop_ids and set(stop_ids) != self._completions.stop_ids:
       allowed = sorted(self._completions.stop_ids)

@@ -291,6 +291,8 @@ def test_an_exception_in_the_thread_surfaces():
   "changes",
   [
     {"temperature": 0.0},
+    {"top_p": 0.0},
+    {"top_p": 1.01},
     {"num_slots": 0},
     {"prefill_rows": ()},
     {"prefill_tokens": (8, 4)},

@@ -669,6 +669,8 @@ def test_bad_settings(changes):
 def test_vllm_log_probs_do_not_know_the_temperature(root):
   with pytest.raises(ValueError, match=r"temperature must be 1 .*received 0\.7"):
     remote("http://localhost:1", root, protocol="vllm", temperature=0.7)
+  with pytest.raises(ValueError, match=r"top_p must be 1 .*received 0\.9"):
+    remote("http://localhost:1", root, protocol="sglang", top_p=0.9)
 
 
 def test_a_run_whose_config_names_a_server_takes_its_rollouts_from_it(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from sao_jax.rollout import sampler
+from sao_jax.rollout.nucleus import nucleus
 from sao_jax.rollout.sampler import PrefillRow, RowState, Sampler, SamplerSpec, sample_tokens
 from tests.rollout.fakes import POLICY, STOP, make_params
 
@@ -60,8 +61,8 @@ def test_noise_is_a_function_of_episode_and_position():
   assert not np.isin(slot_noise(jax.random.key(1), jnp.array([7]), jnp.array([3]), steps=4), noise).any()
 
 
-def make_sampler(temperature=1.0, chunk_steps=4, num_slots=3) -> Sampler:
-  spec = SamplerSpec(model=POLICY, chunk_steps=chunk_steps, temperature=temperature, stop_ids=(STOP,))
+def make_sampler(temperature=1.0, chunk_steps=4, num_slots=3, top_p=1.0) -> Sampler:
+  spec = SamplerSpec(model=POLICY, chunk_steps=chunk_steps, temperature=temperature, stop_ids=(STOP,), top_p=top_p)
   return Sampler(spec, num_slots=num_slots, max_len=32)
 
 
@@ -108,3 +109,74 @@ def test_logp_is_of_the_tempered_distribution(temperature):
   chunk = made.fetch(made.decode(params, jax.random.key(0), lane=0, live_lens=(32,)))
   expected = jax.nn.log_softmax(params["table"][0] / temperature)[chunk.tokens[:, 0]]
   np.testing.assert_allclose(chunk.logp[:, 0], expected, rtol=1e-5)
+
+
+def nucleus_oracle(logits: np.ndarray, top_p: float) -> np.ndarray:
+  """The truncated distribution in float64, from its definition; None where rounding decides who is in."""
+  p = np.exp(logits.astype(np.float64) - logits.max())
+  p /= p.sum()
+  before = np.array([p[p > x].sum() for x in p])
+  if (abs(before - top_p) < 1e-5).any():
+    return np.full_like(p, np.nan)
+  kept = np.where(before < top_p, p, 0.0)
+  return kept / kept.sum()
+
+
+_nucleus = jax.jit(nucleus, static_argnames="top_p")
+
+
+@hypothesis.given(
+  seed=st.integers(0, 2**31),
+  scale=st.sampled_from([0.0, 1.0, 30.0]),
+  top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.95]),
+  ties=st.booleans(),
+)
+def test_nucleus_is_that_of_its_definition(seed, scale, top_p, ties):
+  rng = np.random.default_rng(seed)
+  logits = (rng.normal(size=(4, 37)) * scale).astype(np.float32)
+  if ties:
+    logits = np.round(logits)
+  logits[0, 5:] = -np.inf
+  found = np.asarray(jax.nn.softmax(_nucleus(logits, top_p=top_p)), np.float64)
+  for row, kept in zip(logits, found, strict=True):
+    expected = nucleus_oracle(row, top_p)
+    assert kept[row == row.max()].min() > 0
+    if np.isfinite(expected).all():
+      np.testing.assert_array_equal(kept > 0, expected > 0)
+      np.testing.assert_allclose(kept, expected, rtol=2e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize(("top_p", "left"), [(0.3, [0]), (0.4, [0]), (0.45, [0, 1, 2]), (0.85, [0, 1, 2, 3])])
+def test_nucleus_of_a_row_with_ties(top_p, left):
+  # The two of 0.2 are both in or both out; 0.4 is reached by the first token.
+  logits = np.log(np.array([[0.402, 0.2, 0.2, 0.15, 0.048]], np.float32))
+  assert np.flatnonzero(np.isfinite(np.asarray(_nucleus(logits, top_p=top_p))[0])).tolist() == left
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.8])
+def test_top_p_samples_the_truncated_distribution_and_records_its_log_probs(top_p):
+  """PITFALL 9, at a temperature: the behaviour's log-probs are those of what was really sampled from."""
+  params = make_params(0)
+  params["table"] = jnp.broadcast_to(params["table"][:1].at[:, STOP].set(-99.0), params["table"].shape)
+  made = make_sampler(0.7, chunk_steps=24, top_p=top_p)
+  for slot in range(3):
+    made.prefill(params, [row(slot, [3], episode=slot)], num_rows=2, width=4, live_len=32)
+  chunk = made.fetch(made.decode(params, jax.random.key(0), lane=0, live_lens=(32,)))
+  expected = nucleus_oracle(np.asarray(params["table"][0]) / 0.7, top_p)
+  assert 1 < (expected > 0).sum() < expected.size - 1
+  np.testing.assert_allclose(np.exp(chunk.logp), expected[chunk.tokens], rtol=1e-5)
+  # 72 tokens: each that is left has its turn in about the share that it should.
+  shares = np.bincount(chunk.tokens.ravel(), minlength=expected.size) / chunk.tokens.size
+  assert abs(shares - expected).max() < 4 * np.sqrt(0.25 / chunk.tokens.size)
+
+
+def test_a_whole_distribution_is_not_sorted():
+  """Nothing of top-p is in the program where it is 1."""
+  made = make_sampler()
+  arguments = (make_params(0), made._lanes[0].cache, made._lanes[0].state, jax.random.key(0))
+
+  def program(top_p):
+    spec = SamplerSpec(model=POLICY, chunk_steps=2, temperature=1.0, stop_ids=(STOP,), top_p=top_p)
+    return str(sampler._decode.lower(*arguments, spec=spec, live_lens=(32,)).as_text())
+
+  assert "stablehlo.sort" not in program(1.0) and "stablehlo.sort" in program(0.9)

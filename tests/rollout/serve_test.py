@@ -426,6 +426,21 @@ def test_updates_need_a_pause_and_the_end_is_told():
     job.result.result(30)
 
 
+def test_top_p_is_that_of_the_server():
+  config = dataclasses.replace(ENGINE, top_p=0.5)
+  made = Completions(model=POLICY, params=PARAMS[0], label="a", vocab_size=VOCAB, stop_ids=(STOP,), config=config)
+  with serving(completions=made) as url:
+    for ask in (sglang, openai):
+      assert ask(url)[0] == ask(url, top_p=0.5)[0] == 200
+      status, answer = ask(url, top_p=1.0)
+      assert status == 400 and "top_p must be 0.5, which the server was started with" in str(answer)
+    tokens = openai(url, max_tokens=8, seed=1)[1]["choices"][0]
+  for i, (token, logp) in enumerate(zip(tokens["token_ids"], tokens["logprobs"]["token_logprobs"], strict=True)):
+    whole = log_softmax(reference_logits(PARAMS[0], np.array([*PROMPT, *tokens["token_ids"][:i]])))
+    kept = whole[[whole[whole > x].size == 0 or np.exp(whole[whole > x]).sum() < 0.5 for x in whole]]
+    assert logp == pytest.approx(whole[token] - np.log(np.exp(kept).sum()), abs=1e-4)
+
+
 def test_the_command_serves_a_checkpoint(tmp_path):
   config = dense()
   params = policy_params(config)
@@ -438,6 +453,7 @@ def test_the_command_serves_a_checkpoint(tmp_path):
     serve.main(common)
   for wrong, message in (
     ("--stop_ids=7,x", "comma-separated; received 7,x"), ("--temperature=0", "temperature must be finite and > 0"),
+    ("--top_p=0", r"top_p must be in \(0, 1\]; received 0.0"),
     ("--checkpoint=/nowhere", "FileNotFoundError.*nowhere"), ("--port=-1", "port must be in"),
   ):  # fmt: skip
     with pytest.raises(SystemExit, match=message):
