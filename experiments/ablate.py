@@ -127,7 +127,7 @@ class Runner:
   def _arm_flags(self, arm: Arm, seed: int, learning_rate: float) -> list[str]:
     return [
       f"--suite={self.name}", f"--arm={arm.slug}", f"--seed={seed}", f"--start={self._start(seed)}",
-      f"--learning_rate={learning_rate:g}",
+      f"--learning_rate={learning_rate!r}",
     ]  # fmt: skip
 
   def _run_all(self, tasks: Sequence[tuple[pathlib.Path, list[str], str]]) -> None:
@@ -138,12 +138,12 @@ class Runner:
     """
     waiting = [task for task in tasks if not (task[0] / task[2]).exists()]
     with concurrent.futures.ThreadPoolExecutor(self._jobs) as pool:
-      errors = [error for error in pool.map(lambda task: self._run_one(task[0], task[1]), waiting) if error]
+      errors = [error for error in pool.map(lambda task: self._run_one(*task), waiting) if error]
     if errors:
       raise RuntimeError("\n".join(errors))
 
-  def _run_one(self, folder: pathlib.Path, options: list[str]) -> str | None:
-    """Runs one process; returns what went wrong."""
+  def _run_one(self, folder: pathlib.Path, options: list[str], last: str) -> str | None:
+    """Runs one process, which ends by writing the file `last`; returns what went wrong."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [
       sys.executable, "-m", "experiments.ablations.run_arm", f"--base={self._base_name}", f"--folder={folder}",
@@ -161,11 +161,13 @@ class Runner:
     log = folder / "log.txt"
     with open(log, "ab") as out:
       code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    print(f"{'done' if code == 0 else 'FAILED'}  {folder.relative_to(self._workdir)}", flush=True)
-    if code == 0:
+    # A run that a signal ended has the code 0, too, and says in its log that it goes on another time.
+    ended = code == 0 and (folder / last).exists()
+    print(f"{'done' if ended else 'FAILED'}  {folder.relative_to(self._workdir)}", flush=True)
+    if ended:
       return None
     tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-    return f"{folder} ended with code {code}:\n" + "\n".join(tail)
+    return f"{folder} ended with code {code} and without {last}:\n" + "\n".join(tail)
 
 
 def _end_success(folder: pathlib.Path, share: float) -> float:

@@ -9,7 +9,8 @@ GGUF file, its chat template, and a benchmark (`experiments.benchmark_sets`), un
 top-p 1, up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs. Answers are graded by math-verify.
 
 Every sample is written to `OUT/samples.jsonl` as it ends; the same command goes on where it was stopped, with the same
-samples as if it had not been. Episodes of all runs are decoded together, `--num_slots` at a time.
+samples as if it had not been, and refuses a checkpoint or problems that have changed since. Episodes of all runs are
+decoded together, `--num_slots` at a time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from absl import app, flags, logging
 
 from experiments import benchmark_sets, config_flags
 from experiments.domains.factory import make_domain
+from experiments.fingerprint import fingerprint
 from sao_jax import config as config_lib
 from sao_jax import evaluation, exits, loop, models
 from sao_jax.components import Components
@@ -64,23 +66,37 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   logging.set_verbosity(logging.WARNING)
   options = flags.FLAGS
-  check(options)
+  check(options, [name for name in (*OF_RUNS, *OF_BENCHMARKS) if options[name].present])
   if options.workdir is not None:
     evaluate_run(pathlib.Path(options.workdir), options.episodes, options.samples)
   else:
     print(describe(evaluate_benchmark(options)))
 
 
-def check(options: Any) -> None:
+OF_RUNS = ("episodes", "samples")
+"""Flags that mean something with --workdir only."""
+OF_BENCHMARKS = (
+  "benchmark", "data", "out", "num_runs", "num_tasks", "settings", "max_turns", "max_len", "max_action_tokens",
+  "temperature", "top_p", "tool", "num_slots", "dtype",
+)  # fmt: skip
+"""Flags that mean something with --checkpoint only: a run is evaluated on its own tasks, with its own settings."""
+
+
+def check(options: Any, given: Sequence[str]) -> None:
   """Refuses flags that do not go together.
+
+  Args:
+    options: an object with the flags as attributes.
+    given: names of those that were given.
 
   Raises:
     UsageError: they do not.
   """
   if (options.workdir is None) == (options.checkpoint is None):
     raise app.UsageError("one of --workdir and --checkpoint is required.")
-  if options.workdir is not None and options.benchmark is not None:
-    raise app.UsageError("--benchmark needs --checkpoint: a run is evaluated on its own tasks.")
+  of, others = ("checkpoint", OF_BENCHMARKS) if options.checkpoint is None else ("workdir", OF_RUNS)
+  if wrong := [name for name in given if name in others]:
+    raise app.UsageError(f"--{wrong[0]} needs --{of}: a run is evaluated on its own tasks, with its own settings.")
   if options.checkpoint is not None and (options.benchmark is None or options.out is None):
     raise app.UsageError("--checkpoint needs --benchmark and --out.")
 
@@ -117,7 +133,9 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
   model, params = load(options.checkpoint, options.dtype)
   config = benchmark_config(options, model)
   with workdir_lib.WorkdirLock(out):
-    record, missing = config_lib.to_json(config), config_lib.comparison(config)["may_be_missing"]
+    inputs = {name: fingerprint(x) for name in ("checkpoint", "data") if (x := getattr(options, name)) is not None}
+    record = {**config_lib.to_json(config), "inputs": inputs}
+    missing = {"inputs", *config_lib.comparison(config)["may_be_missing"]}
     workdir_lib.write_or_check_config(out, record, may_differ=("engine.num_slots",), may_be_missing=missing)
     samples = out / "samples.jsonl"
     cut_after_step(samples, 0)  # of a kill there may be half a line at the end

@@ -23,6 +23,7 @@ from experiments.online.judges import ChatJudge
 from experiments.online.questions import STYLES
 from experiments.online.simulation import SimulationConfig, train
 from experiments.presets import online_cpu
+from sao_jax.interrupts import Interrupted
 from sao_jax.io.console import Console
 from sao_jax.io.metrics import read_metrics
 
@@ -58,7 +59,12 @@ def main(argv: Sequence[str]) -> None:
     base = dataclasses.replace(base, engine=dataclasses.replace(base.engine, env_workers=64, wait_for_env=True))
   arm = next(arm for arm in suites.SUITES["online"].arms if arm.algorithm == options.algorithm)
   workdir = pathlib.Path(options.workdir)
-  train(suites.arm_config(base, arm, seed=options.seed, start=None), workdir, judge=judge, console=Console())
+  console = Console()
+  try:
+    train(suites.arm_config(base, arm, seed=options.seed, start=None), workdir, judge=judge, console=console)
+  except Interrupted:
+    console.print("Stopped by a signal; the same command begins RL anew.")
+    return
   print("step  preferred   " + "  ".join(f"{style:>10}" for style in STYLES))
   for row in read_metrics(workdir)[1]:
     now = checked(SimulationConfig, settings).preferred_at(row["step"] + 1)

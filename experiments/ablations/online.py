@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments import plots
-from experiments.ablations.statistics import bootstrap_mean, paired_difference
-from experiments.ablations.suites import Suite, reference_of
+from experiments.ablations import tables
+from experiments.ablations.suites import Suite
 from experiments.domains.options import checked
 from experiments.online.questions import STYLES
 from experiments.online.simulation import SimulationConfig
@@ -51,10 +51,10 @@ def recoveries(rows: Sequence[Row], arm: str, seed: int) -> list[int | None]:
   success a mean over the `WINDOW` steps before and at a step, all of them after the change.
   """
   steps, success, changes = success_curve(rows, arm, seed)
+  level = level_before(rows, arm, seed)
   found: list[int | None] = []
-  if not changes:
+  if level is None:
     return found
-  level = success[steps <= changes[0]][-WINDOW:].mean()
   for begin, end in zip(changes, [*changes[1:], int(steps[-1])], strict=True):
     after = success[(steps > begin) & (steps <= end)]
     means = np.convolve(after, np.ones(WINDOW) / WINDOW, "valid") if after.size >= WINDOW else np.zeros(0)
@@ -63,33 +63,43 @@ def recoveries(rows: Sequence[Row], arm: str, seed: int) -> list[int | None]:
   return found
 
 
+def level_before(rows: Sequence[Row], arm: str, seed: int) -> float | None:
+  """Success before the first change: its mean over the last `WINDOW` steps of the first phase; None: no change."""
+  steps, success, changes = success_curve(rows, arm, seed)
+  return float(success[steps <= changes[0]][-WINDOW:].mean()) if changes else None
+
+
 def table(suite: Suite, rows: Sequence[Row]) -> str:
-  """Markdown: success over the whole run, and the steps to recover after each change, by arm."""
-  lines = [
-    "| arm | lr | seeds | training success, all steps | minus SAO, paired | steps to recover, by seed: 1st change | "
-    "2nd change |",
-    "|---|---|---|---|---|---|---|",
-  ]
-  for arm in suite.arms:
-    means = _success(rows, arm.name)
-    if not means:
-      lines.append(f"| {arm.name} | | 0 | | | | |")
-      continue
-    reference = _success(rows, reference_of(suite, arm).name)
-    same = reference_of(suite, arm) is arm or not set(means) & set(reference)
-    times = [recoveries(rows, arm.name, seed) for seed in sorted(means)]
-    by_change = [", ".join("never" if x[i] is None else str(x[i]) for x in times if len(x) > i) for i in (0, 1)]
-    rate = next(row["learning_rate"] for row in rows if row["arm"] == arm.name)
-    lines.append(
-      f"| {arm.name} | {rate:g} | {len(means)} | {bootstrap_mean(list(means.values()))} | "
-      f"{'' if same else paired_difference(means, reference)} | {' | '.join(by_change)} |"
-    )
-  return "\n".join(lines) + "\n"
+  """Markdown: success over the whole run, and what the changes cost, by arm.
 
+  The level before the first change is shown beside the steps to recover it, since one of a low level is soon recovered.
+  """
 
-def _success(rows: Sequence[Row], arm: str) -> dict[int, float]:
-  seeds = sorted({row["seed"] for row in rows if row["arm"] == arm})
-  return {seed: float(success_curve(rows, arm, seed)[1].mean()) for seed in seeds}
+  def seeds(arm: str) -> list[int]:
+    return sorted({row["seed"] for row in rows if row["arm"] == arm})
+
+  def level(arm: str) -> str:
+    levels = [level_before(rows, arm, seed) for seed in seeds(arm)]
+    return ", ".join(f"{x:.3f}" for x in levels if x is not None)
+
+  def after(change: int) -> Callable[[str], str]:
+    def cell(arm: str) -> str:
+      times = [recoveries(rows, arm, seed) for seed in seeds(arm)]
+      return ", ".join("never" if x[change] is None else str(x[change]) for x in times if len(x) > change)
+
+    return cell
+
+  return tables.arms_table(
+    suite,
+    rows,
+    success=lambda arm: {seed: float(success_curve(rows, arm, seed)[1].mean()) for seed in seeds(arm)},
+    title="training success, all steps",
+    more={
+      "before the 1st change, by seed": level,
+      "steps to recover, by seed: 1st change": after(0),
+      "2nd change": after(1),
+    },
+  )
 
 
 def plot(path: str | os.PathLike[str], suite: Suite, rows: Sequence[Row]) -> None:

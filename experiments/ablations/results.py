@@ -17,9 +17,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments import plots
-from experiments.ablations import online
-from experiments.ablations.statistics import bootstrap_mean, paired_difference
-from experiments.ablations.suites import Arm, Suite, reference_of
+from experiments.ablations import online, tables
+from experiments.ablations.statistics import bootstrap_mean
+from experiments.ablations.suites import Arm, Suite
 from sao_jax.io import metrics as metrics_io
 
 COLUMNS = (
@@ -59,7 +59,8 @@ def collect(
       for found in (*steps, *evaluations):
         known = {key: found[key] for key in COLUMNS if key in found}
         if suite.simulation:
-          known["preferred"] = online.preferred(folder, found["step"])
+          # An evaluation asks for what is preferred in the step to come.
+          known["preferred"] = online.preferred(folder, found["step"] + ("eval_n" in found))
         rows.append({**common, "seed": seed, **known})
   return rows
 
@@ -135,29 +136,26 @@ def table(suite: Suite, rows: Sequence[Row]) -> str:
   """Markdown: each arm's mean over seeds with its interval, and the paired difference to SAO's."""
   if suite.simulation:
     return online.table(suite, rows)
-  lines = [
-    "| arm | lr | seeds | held-out success | minus SAO, paired | training success, last tenth | EV, last tenth | "
-    "masked, last tenth | collapsed (at step) |",
-    "|---|---|---|---|---|---|---|---|---|",
-  ]
-  for arm in suite.arms:
-    success = final_success(rows, arm.name)
-    if not success:
-      lines.append(f"| {arm.name} | | 0 | | | | | | |")
-      continue
-    reference = final_success(rows, reference_of(suite, arm).name)
-    same = reference_of(suite, arm) is arm or not set(success) & set(reference)
-    difference = "" if same else f"{paired_difference(success, reference)}"
-    rate = next(row["learning_rate"] for row in rows if row["arm"] == arm.name)
-    fallen = [str(step) for step in collapses(rows, arm.name).values() if step is not None]
-    ends = (_mean(last_mean(rows, arm.name, key)) for key in ("success_rate", "explained_variance"))
-    masked = last_mean(rows, arm.name, "dis_masked_fraction")
-    lines.append(
-      f"| {arm.name} | {rate:g} | {len(success)} | {bootstrap_mean(list(success.values()))} | {difference} | "
-      f"{' | '.join(map(str, ends))} | {_mean(masked, digits=4)} | "
-      f"{len(fallen)}{' (' + ', '.join(fallen) + ')' if fallen else ''} |"
-    )
-  return "\n".join(lines) + "\n"
+
+  def end(key: str, digits: int = 3) -> Callable[[str], str]:
+    return lambda arm: _mean(last_mean(rows, arm, key), digits=digits)
+
+  def fallen(arm: str) -> str:
+    steps = [str(step) for step in collapses(rows, arm).values() if step is not None]
+    return f"{len(steps)} ({', '.join(steps)})" if steps else "0"
+
+  return tables.arms_table(
+    suite,
+    rows,
+    success=lambda arm: final_success(rows, arm),
+    title="held-out success",
+    more={
+      "training success, last tenth": end("success_rate"),
+      "EV, last tenth": end("explained_variance"),
+      "masked, last tenth": end("dis_masked_fraction", 4),
+      "collapsed (at step)": fallen,
+    },
+  )
 
 
 def _mean(by_seed: Mapping[int, float], *, digits: int = 3) -> str:

@@ -135,7 +135,7 @@ def train(
   """Runs the recipe with a preference that changes, and writes `metrics.jsonl` and `summary.json`.
 
   Evaluation rows have `eval_accuracy_STYLE` for every style beside `eval_success_rate`, which is that of the preferred
-  one. A run that is stopped begins anew: it takes a minute or two.
+  one. A run that is stopped begins RL anew: it takes a minute or two.
 
   Args:
     config: the run; `env.options` is a `SimulationConfig`, whose phases make up `num_steps`.
@@ -144,6 +144,8 @@ def train(
     console: where to report.
 
   Raises:
+    Interrupted: a signal came.
+    RuntimeError: another run holds the folder.
     ValueError: an asynchronous schedule (an engine that runs by itself cannot be asked for evaluations in between), or
       a `num_steps` that the phases do not make up.
   """
@@ -155,12 +157,14 @@ def train(
   console = console or Console(quiet=True)
   folder.mkdir(parents=True, exist_ok=True)
   missing = config_lib.comparison(config)["may_be_missing"]
-  workdir_lib.write_or_check_config(folder, config_lib.to_json(config), may_be_missing=missing)
-  with Components(config, simulation.domain) as parts, Interrupts() as interrupts:
+  with (
+    workdir_lib.WorkdirLock(folder), Components(config, simulation.domain) as parts, Interrupts() as interrupts,
+  ):  # fmt: skip
+    workdir_lib.write_or_check_config(folder, config_lib.to_json(config), may_be_missing=missing)
     policy = stages.warm_start(parts, folder, console, interrupts)
     critic = stages.value_pretraining(parts, policy, folder, console, interrupts)
     began = time.monotonic()
-    evaluations = _reinforce(parts, simulation, parts.init_state(policy, critic), folder)
+    evaluations = _reinforce(parts, simulation, parts.init_state(policy, critic), folder, interrupts)
     seconds = {**stages.stage_seconds(parts, folder), "rl": time.monotonic() - began}
     failed = parts.rollout_counters()["failed_episodes"]
   summary = {
@@ -172,7 +176,9 @@ def train(
   return summary
 
 
-def _reinforce(parts: Components, simulation: Simulation, state: Any, folder: pathlib.Path) -> list[float]:
+def _reinforce(
+  parts: Components, simulation: Simulation, state: Any, folder: pathlib.Path, interrupts: Interrupts
+) -> list[float]:
   """The loop of `sao_jax.loop`, with the preference and evaluations in between; returns the success of these."""
   config, settings = parts.config, simulation.config
   source, progress = parts.make_source(), Progress(parts)
@@ -194,6 +200,7 @@ def _reinforce(parts: Components, simulation: Simulation, state: Any, folder: pa
     source.publish(state.policy, 0)
     progress.start()
     for step in range(1, config.num_steps + 1):
+      interrupts.check()
       simulation.preferred = settings.preferred_at(step)
       trajectories = source.next_batch(step - 1)
       progress.learner_begins()

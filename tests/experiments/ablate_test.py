@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from experiments import ablate
 from experiments.ablations import report, results, suites
 from experiments.ablations.statistics import bootstrap_mean, paired_difference
 from experiments.ablations.suites import SUITES, Arm, Suite, arm_config
@@ -139,7 +140,7 @@ def test_table(rows):
   lines = results.table(ARMS, rows).splitlines()
   assert "| SAO | 0.001 | 2 | 0.250 (0.200 to 0.300) |  | 0.975 |  |  | 0 |" in lines
   assert "| other | 0.001 | 2 | 0.150 (0.100 to 0.200) | -0.100 (-0.100 to -0.100) | 0.975 |  |  | 0 |" in lines
-  assert "| absent | | 0 | | | | | | |" in lines
+  assert "| absent |  | 0 |  |  |  |  |  |  |" in lines
 
 
 def test_collapse_is_found_where_it_begins():
@@ -156,6 +157,34 @@ def test_collapse_is_found_where_it_begins():
 def test_last_mean_leaves_nan_out(rows):
   rows.append({"arm": "SAO", "seed": 0, "step": 20, "entropy": float("nan")})
   assert results.last_mean(rows, "SAO", "entropy") == {0: 1.5, 1: 1.5}
+
+
+@pytest.mark.parametrize("tuning", [True, False])
+def test_a_run_that_a_signal_ended_is_no_result(tmp_path, monkeypatch, tuning):
+  """Its process ends with code 0, as one that is done: without its last file no learning rate is chosen by it."""
+  runner = ablate.Runner(
+    "granularity", base="tests.experiments.tiny_base:make_config", workdir=tmp_path, quick=True, jobs=1
+  )
+  asked = []
+
+  def stopped(command, **_):
+    folder = pathlib.Path(next(x for x in command if x.startswith("--folder=")).partition("=")[2])
+    asked.append(folder.relative_to(tmp_path))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "success_rate": 1.0}\n')
+    return subprocess.CompletedProcess(command, 0)
+
+  monkeypatch.setattr(subprocess, "run", stopped)
+  (tmp_path / "start" / f"seed{ablate.TUNING_SEED if tuning else 0}").mkdir(parents=True)
+  (tmp_path / "start" / f"seed{ablate.TUNING_SEED if tuning else 0}" / "done").touch()
+  with pytest.raises(RuntimeError, match=r"ended with code 0 and without summary\.json"):
+    runner.tune() if tuning else runner.run([0])
+  assert len(asked) == (9 if tuning else 3) and not (tmp_path / "tuned.json").exists()
+
+
+def test_learning_rates_are_handed_over_as_they_are(tmp_path):
+  base = "tests.experiments.tiny_base:make_config"
+  runner = ablate.Runner("granularity", base=base, workdir=tmp_path, quick=True, jobs=1)
+  assert "--learning_rate=0.00031622776" in runner._arm_flags(suites.SAO, 0, 0.00031622776)
 
 
 @pytest.mark.timeout(600)

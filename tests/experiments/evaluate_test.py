@@ -7,10 +7,13 @@ import pathlib
 import shutil
 import types
 
+import jax
+import numpy as np
 import pytest
-from absl import app
+from absl import app, flags
 
 from experiments import benchmark_sets, evaluate
+from experiments.fingerprint import fingerprint
 from sao_jax import models
 from sao_jax.io import trajectories as trajectory_io
 from tests.experiments.chat_domain_test import checkpoint as tokenizer_directory  # noqa: F401  (a fixture)
@@ -98,6 +101,10 @@ def test_samples_are_written_and_a_stopped_evaluation_goes_on(tokenizer_director
   assert evaluate.evaluate_benchmark(options) == result
   again = {x.episode_id: x.tokens.tolist() for x in trajectory_io.read(path)}
   assert again == {x.episode_id: x.tokens.tolist() for x in samples}
+  models.save_hf(directory, config, jax.tree.map(lambda x: x + 0.01, tiny.policy_params(config)))
+  with pytest.raises(ValueError, match=r"different config.*\n.*inputs\.checkpoint: recorded"):
+    evaluate.evaluate_benchmark(options)
+  models.save_hf(directory, config, tiny.policy_params(config))
   options.top_p = 0.9
   with pytest.raises(ValueError, match=r"engine\.top_p"):
     evaluate.evaluate_benchmark(options)
@@ -113,10 +120,35 @@ def test_samples_are_written_and_a_stopped_evaluation_goes_on(tokenizer_director
     ({}, "one of --workdir and --checkpoint"),
     ({"workdir": "w", "checkpoint": "c"}, "one of --workdir and --checkpoint"),
     ({"workdir": "w", "benchmark": "HMMT"}, "--benchmark needs --checkpoint"),
+    ({"workdir": "w", "top_p": 0.9}, "--top_p needs --checkpoint: a run is evaluated .* with its own settings"),
+    ({"checkpoint": "c", "benchmark": "HMMT", "out": "o", "episodes": 9}, "--episodes needs --workdir"),
     ({"checkpoint": "c", "benchmark": "HMMT"}, "--checkpoint needs --benchmark and --out"),
   ],
 )
 def test_flags_that_do_not_go_together_are_refused(given, message):
   none = {"workdir": None, "checkpoint": None, "benchmark": None, "out": None}
   with pytest.raises(app.UsageError, match=message):
-    evaluate.check(types.SimpleNamespace(**{**none, **given}))
+    evaluate.check(types.SimpleNamespace(**{**none, **given}), list(given))
+
+
+def test_every_flag_is_of_runs_or_of_benchmarks(monkeypatch):
+  defined = set()
+  for kind in ("string", "integer", "float", "bool", "enum"):
+    monkeypatch.setattr(flags, f"DEFINE_{kind}", lambda name, *_, **__: defined.add(name))
+  evaluate.define_flags()
+  assert defined == {*evaluate.OF_RUNS, *evaluate.OF_BENCHMARKS, "workdir", "checkpoint"}
+
+
+@pytest.mark.parametrize("size", [10, 3 * 2**24 + 5])
+def test_fingerprints_tell_what_has_changed(tmp_path, size):
+  (tmp_path / "config.json").write_text("{}")
+  weights = tmp_path / "model.safetensors"
+  rng = np.random.default_rng(0)
+  weights.write_bytes(rng.bytes(size))
+  first = fingerprint(tmp_path)
+  (tmp_path / "README.md").write_text("changed")
+  assert fingerprint(tmp_path) == first
+  weights.write_bytes(np.random.default_rng(1).bytes(size))
+  assert fingerprint(tmp_path) != first
+  with pytest.raises(FileNotFoundError):
+    fingerprint(tmp_path / "nowhere")

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import json
+import signal
 import threading
 
 import numpy as np
 import pytest
 
-from experiments.ablations import online, suites
+from experiments.ablations import online, results, suites
 from experiments.online import questions, simulation
 from experiments.online.judges import MARKERS, ChatJudge, JudgeError, Remembering, RuleJudge, Verdict, read_verdict
 from experiments.online.questions import STYLES
 from experiments.online.simulation import Simulation, SimulationConfig
 from experiments.presets import online_cpu
+from sao_jax.interrupts import Interrupted
 from sao_jax.io.metrics import read_metrics
+from sao_jax.io.workdir import WorkdirLock
+from sao_jax.progress import Records
 from tests.experiments.style_texts import SKY, TEXTS
 
 
@@ -174,12 +178,31 @@ def test_recovery_is_counted_from_the_change():
   assert online.recoveries(rows_of(success, 40), "SAO", 0) == [24, None]
   text = online.table(suites.SUITES["online"], rows_of(success, 40) + rows_of([0.8] * 120, 40, "global running mean"))
   mean = np.mean(success)
-  assert f"| SAO | 1 | 1 | {mean:.3f} |  | 24 | never |" in text
-  assert f"| global running mean | 1 | 1 | 0.800 | {0.8 - mean:.3f} | 10 | 10 |" in text
+  assert f"| SAO | 1 | 1 | {mean:.3f} |  | 0.800 | 24 | never |" in text
+  assert f"| global running mean | 1 | 1 | 0.800 | {0.8 - mean:.3f} | 0.800 | 10 | 10 |" in text
+
+
+def test_an_arm_that_learned_nothing_says_so_beside_its_recovery():
+  text = online.table(suites.SUITES["online"], rows_of([0.0] * 120, 40))
+  assert "| SAO | 1 | 1 | 0.000 |  | 0.000 | 10 | 10 |" in text
+
+
+def test_evaluations_are_labelled_with_the_style_that_they_asked_for(tmp_path):
+  """At the last step of a phase the training row is of the old preference, the evaluation of the new one."""
+  options = {"phase_steps": 2}
+  (tmp_path / "config.json").write_text(json.dumps({"env": {"options": options}}))
+  lines = [{"step": step, "success_rate": 0.5} for step in range(1, 7)]
+  lines += [{"step": step, "eval_success_rate": 0.5, "eval_n": 9} for step in (0, 2, 6)]
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  (tmp_path / "summary.json").touch()
+  suite = dataclasses.replace(suites.SUITES["online"], arms=(suites.SAO,))
+  rows = results.collect("online", suite, lambda arm, seed: tmp_path, lambda arm: 1.0, [0])
+  assert [row["preferred"] for row in rows[:6]] == [style for style in STYLES for _ in range(2)]
+  assert [row["preferred"] for row in rows[6:]] == [STYLES[0], STYLES[1], STYLES[2]]
 
 
 @pytest.mark.timeout(600)
-def test_a_simulation_runs_and_begins_anew(tmp_path):
+def test_a_simulation_runs_and_begins_anew(tmp_path, monkeypatch):
   """Tiny: every phase, both kinds of rows; a second run in the folder gives the same."""
   base = suites.quick(online_cpu.make_config())
   config = suites.arm_config(base, suites.find("online", "global_running_mean"), seed=0, start=None)
@@ -194,6 +217,12 @@ def test_a_simulation_runs_and_begins_anew(tmp_path):
   again, _ = read_metrics(tmp_path)
   for key in ("success_rate", "entropy", "action_tokens", "policy_grad_norm"):
     assert [row[key] for row in again] == [row[key] for row in steps]
+  # A signal ends it after the step that it came in, as does another run in the folder before its first.
+  monkeypatch.setattr(Records, "step", lambda records, step, row: signal.raise_signal(signal.SIGTERM))
+  with pytest.raises(Interrupted):
+    simulation.train(config, tmp_path)
+  with WorkdirLock(tmp_path), pytest.raises(RuntimeError, match="in use by another run"):
+    simulation.train(config, tmp_path)
 
 
 def test_what_the_simulation_cannot_do_is_refused(tmp_path):
