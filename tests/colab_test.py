@@ -14,6 +14,7 @@ from nbclient import NotebookClient
 
 from experiments.ablations import suites
 from sao_jax import config as config_lib
+from tests.child_environment import FAST_COMPILE
 from tests.experiments import tiny_base
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -88,8 +89,7 @@ def run(monkeypatch):
   """
   monkeypatch.setenv("PYTHONPATH", str(ROOT))
   monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-  # What is compiled here runs a few times: optimising it would take most of the time.
-  monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+  monkeypatch.setenv("XLA_FLAGS", " ".join(FAST_COMPILE))
 
   def execute(name, code="", **parameters):
     notebook = read(name)
@@ -101,7 +101,7 @@ def run(monkeypatch):
       lines = [f"{key} = {value!r}" for key, value in parameters.items()]
       notebook.cells.insert(index + 1, nbformat.v4.new_code_cell("\n".join([*lines, code])))
     place = {"metadata": {"path": str(COLAB)}}
-    NotebookClient(notebook, timeout=500, kernel_name="python3", resources=place).execute()
+    NotebookClient(notebook, timeout=None, kernel_name="python3", resources=place).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     data = [output.get("data", {}) for output in outputs]
     shown = [x.get("text/html") or x.get("text/markdown") or "" for x in data]
@@ -123,7 +123,7 @@ if make_config().policy.num_experts:
 """
 
 
-SIZES = {"WARM_START_STEPS": 2, "PRETRAINING_TRAJECTORIES": 16, "NUM_STEPS": 2, "EVAL_EPISODES": 8, "BATCH_SIZE": 16}
+SIZES = {"WARM_START_STEPS": 2, "NUM_STEPS": 2, "EVAL_EPISODES": 8, "BATCH_SIZE": 16}
 
 
 def test_losses_and_gae(run):
@@ -132,17 +132,17 @@ def test_losses_and_gae(run):
   assert pictures == 2
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_train_an_agent(run):
-  text, pictures = run("02_train_an_agent", smaller("tool_math_cpu"), **SIZES)
+  text, pictures = run("02_train_an_agent", smaller("tool_math_cpu"), **SIZES, PRETRAINING_TRAJECTORIES=16)
   assert "(n = 8)" in text and "warm_start" in text
   assert text.count("solved, ") == 5 and "<sub>0</sub>" in text  # trajectories, with the version that wrote them
   assert pictures >= 5
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_your_own_environment(run):
-  text, pictures = run("04_your_own_environment", smaller("ablation_cpu"), **SIZES)
+  text, pictures = run("04_your_own_environment", smaller("ablation_cpu"), **SIZES, PRETRAINING_TRAJECTORIES=0)
   assert "(n = 8)" in text and text.count("solved ") == 3 and "7 -> reward 1.0" in text
   assert pictures == 1
 
