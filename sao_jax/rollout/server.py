@@ -288,11 +288,8 @@ class CompletionServer:
         raise BadRequestError(f"{name} must be {fixed}, which the server was started with.", field=name)
     stop_ids = fields.ids("stop_token_ids")
     if stop_ids and set(stop_ids) != self._completions.stop_ids:
-      allowed = sorted(self._completions.stop_ids)
-      raise BadRequestError(
-        f"stop_token_ids must be {allowed}, which the server was started with; received {stop_ids!r:.80}.",
-        field="stop_token_ids",
-      )
+      allowed = f"{sorted(self._completions.stop_ids)}, which the server was started with"
+      raise BadRequestError(f"stop_token_ids must be {allowed}; received {stop_ids!r:.80}.", field="stop_token_ids")
     if fields.boolean("ignore_eos") and not stop_ids:
       raise BadRequestError("ignore_eos must come with stop_token_ids: the server's stop ids always end an answer.",
                             field="ignore_eos")  # fmt: skip
