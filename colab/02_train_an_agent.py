@@ -80,6 +80,7 @@ config = dataclasses.replace(
   warm_start=dataclasses.replace(full.warm_start, num_steps=WARM_START_STEPS, optimizer=warm_start_optimizer),
   critic=dataclasses.replace(full.critic, pretraining_trajectories=PRETRAINING_TRAJECTORIES),
   learner=dataclasses.replace(full.learner, policy_optimizer=policy_optimizer),
+  checkpoint=dataclasses.replace(full.checkpoint, every_steps=10),  # and a sample of trajectories as often
 )
 print(config.algorithm, config.schedule, config.learner.eps_low, config.learner.eps_high)
 

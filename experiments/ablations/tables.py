@@ -39,7 +39,10 @@ def arms_table(
     rate = next(row["learning_rate"] for row in rows if row["arm"] == arm.name)
     reference = reference_of(suite, arm)
     against = {} if reference is arm else success(reference.name)
-    difference = str(paired_difference(found, against)) if set(found) & set(against) else ""
+    shared = set(found) & set(against)
+    difference = str(paired_difference(found, against)) if shared else ""
+    if shared and shared != set(found):
+      difference += f", n = {len(shared)}"
     estimate = str(bootstrap_mean(list(found.values())))
     cells = (cell(arm.name) for cell in more.values())
     lines.append((arm.name, f"{rate:g}", str(len(found)), estimate, difference, *cells))

@@ -143,6 +143,11 @@ def test_table(rows):
   assert "| absent |  | 0 |  |  |  |  |  |  |" in lines
 
 
+def test_table_says_how_many_seeds_a_difference_is_of(rows):
+  lines = results.table(ARMS, [row for row in rows if (row["arm"], row["seed"]) != ("SAO", 1)]).splitlines()
+  assert any(line.startswith("| other | 0.001 | 2 | 0.150 (0.100 to 0.200) | -0.100, n = 1 |") for line in lines)
+
+
 def test_collapse_is_found_where_it_begins():
   def rows(rates, seed):
     return [{"arm": "SAO", "seed": seed, "step": i + 1, "success_rate": x} for i, x in enumerate(rates)]
