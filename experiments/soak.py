@@ -269,7 +269,8 @@ def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: f
   seconds = clock.seconds
   patience = 20.0 + 2 * (times.slow_tool_s if scenario.slow_share else 0.0)
   patience += 2 * times.stall_s * scenario.stalls + 2 * times.env_timeout_s * scenario.faults
-  most_allowed = 2 * config.batch_size + config.engine.num_slots
+  # The queue's capacity, and what ran when it filled: an episode in every slot, and one that had just left it.
+  most_allowed = 2 * config.batch_size + 2 * config.engine.num_slots
   judged = books.batches[FIRST_BATCHES:]
   step_s = statistics.median(b - a for a, b in itertools.pairwise(judged)) if len(judged) > 1 else 0.0
   allowed = {

@@ -29,7 +29,8 @@ class TrajectoryQueue:
     max_staleness: largest allowed learner version at use minus oldest version among a trajectory's action tokens.
     capacity: while so many wait, no more episodes may start; at least `batch_size`. Those that run then are still taken
       in: a long one among them must not stand still because the learner is slow. So no more than this and the running
-      ones wait. Members of incomplete groups do not count (their number is bounded by what admission let start).
+      ones wait (two for each slot: the engine refills a slot before it hands over what ended in it). Members of
+      incomplete groups do not count (their number is bounded by what admission let start).
   """
 
   def __init__(self, *, batch_size: int, group_size: int, max_staleness: int, capacity: int):
