@@ -20,7 +20,8 @@ from sao_jax import exits, foreign, models
 from sao_jax.models import ModelConfig
 from sao_jax.rollout.completions import Completions
 from sao_jax.rollout.config import EngineConfig
-from sao_jax.rollout.server import CompletionServer, ServerConfig
+from sao_jax.rollout.server import CompletionServer
+from sao_jax.rollout.server_config import ServerConfig
 from sao_jax.tokenizers import HFTokenizer
 from sao_jax.types import Params
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from sao_jax.rollout import EngineConfig
 from sao_jax.rollout.completions import Completions
-from sao_jax.rollout.server import CompletionServer, ServerConfig
+from sao_jax.rollout.server import CompletionServer
+from sao_jax.rollout.server_config import ServerConfig
 from tests.rollout.fakes import POLICY, STOP, VOCAB, make_params
 
 MAX_LEN = 256

@@ -19,7 +19,7 @@ import pytest
 from sao_jax import models
 from sao_jax.rollout import EngineConfig, serve
 from sao_jax.rollout.completions import Completions
-from sao_jax.rollout.server import ServerConfig
+from sao_jax.rollout.server_config import ServerConfig
 from tests.models.tiny import dense, policy_params
 from tests.rollout.fakes import POLICY, STOP, VOCAB, CharTokenizer, log_softmax, make_params, reference_logits
 from tests.rollout.http_server import ENGINE, Process, call, save_table, serving
