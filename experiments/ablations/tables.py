@@ -30,7 +30,7 @@ def arms_table(
     more: further columns: titles, and what makes a cell from an arm's name.
   """
   titles = ("arm", "lr", "seeds", title, "minus SAO, paired", *more)
-  lines = [titles, ("---",) * len(titles)]
+  lines: list[tuple[str, ...]] = []
   for arm in suite.arms:
     found = success(arm.name)
     if not found:
@@ -46,4 +46,5 @@ def arms_table(
     estimate = str(bootstrap_mean(list(found.values())))
     cells = (cell(arm.name) for cell in more.values())
     lines.append((arm.name, f"{rate:g}", str(len(found)), estimate, difference, *cells))
-  return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+  head = f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}\n"
+  return head + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
