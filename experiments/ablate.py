@@ -27,10 +27,9 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from experiments.ablations import report, results, run_arm, suites
+from experiments.ablations import report, results, run_arm, suites, tuning
 from experiments.ablations.suites import Arm
 from sao_jax import config as config_lib
-from sao_jax.io import metrics as metrics_io
 from sao_jax.io import workdir as workdir_lib
 
 LEARNING_RATES = (0.5, 1.0, 2.0)
@@ -109,7 +108,7 @@ class Runner:
         options = [*self._arm_flags(arm, TUNING_SEED, rate), f"--num_steps={steps}", "--tuning"]
         tasks.append((folder, options, "summary.json"))
     self._run_all(tasks)
-    found = {key: _end_success(folder, self.suite.tuning_end) for key, folder in folders.items()}
+    found = {key: tuning.end_success(folder, self.suite.tuning_end) for key, folder in folders.items()}
     for slug in missing:
       self._rates[slug] = max(rates, key=lambda rate: found[slug, rate])
     path.write_text(json.dumps(self._rates, indent=2) + "\n", encoding="utf-8")
@@ -118,7 +117,8 @@ class Runner:
     """CSV, table and plots of what there is."""
     rows = results.collect(self.name, self.suite, self.folder, self.learning_rate, seeds)
     if rows:
-      results.write_all(self._results, self.name, self.suite, rows, command)
+      outcomes = tuning.collect(self.suite, self._workdir / "tuning")
+      results.write_all(self._results, self.name, self.suite, rows, outcomes, command)
       print((self._results / f"{self.name}.md").read_text(encoding="utf-8"))
 
   def _start(self, seed: int) -> pathlib.Path:
@@ -168,13 +168,6 @@ class Runner:
       return None
     tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
     return f"{folder} ended with code {code} and without {last}:\n" + "\n".join(tail)
-
-
-def _end_success(folder: pathlib.Path, share: float) -> float:
-  """Mean training success over the end of a tuning run."""
-  steps, _ = metrics_io.read_metrics(folder)
-  rates = [row["success_rate"] for row in steps[-max(1, round(share * len(steps))) :]]
-  return sum(rates) / len(rates)
 
 
 def define_flags() -> None:

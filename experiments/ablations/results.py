@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments import plots
-from experiments.ablations import online, tables
+from experiments.ablations import online, tables, tuning
 from experiments.ablations.statistics import bootstrap_mean
 from experiments.ablations.suites import Arm, Suite
 from sao_jax.io import metrics as metrics_io
@@ -247,10 +247,17 @@ def versions() -> str:
   return json.dumps({"sao_jax": __version__, "jax": jax.__version__, "device": jax.devices()[0].device_kind})
 
 
-def write_all(folder: pathlib.Path, name: str, suite: Suite, rows: Sequence[Row], command: str) -> None:
-  """Writes `NAME.csv`, `NAME.md` and `NAME.png`; table and plot are made from the CSV as it is read back."""
+def write_all(
+  folder: pathlib.Path, name: str, suite: Suite, rows: Sequence[Row], outcomes: tuning.Outcomes, command: str
+) -> None:
+  """Writes `NAME.csv`, `NAME.md` and `NAME.png`; tables and plot are made from the CSV files as they are read back.
+
+  Where learning rates were tuned, `NAME_tuning.csv` holds what that found.
+  """
   folder.mkdir(parents=True, exist_ok=True)
   write_csv(folder / f"{name}.csv", rows)
+  if outcomes:
+    tuning.write_csv(folder / f"{name}_tuning.csv", outcomes)
   made = f"    {command}\n\n{versions()}\n"
   draw_all(folder, name, suite, made)
 
@@ -258,7 +265,9 @@ def write_all(folder: pathlib.Path, name: str, suite: Suite, rows: Sequence[Row]
 def draw_all(folder: pathlib.Path, name: str, suite: Suite, made: str) -> None:
   """Writes `NAME.md` and `NAME.png` from `NAME.csv`; `made` says how that was made."""
   rows = read_csv(folder / f"{name}.csv")
-  text = f"# {suite.title}\n\n{table(suite, rows)}\n{MADE}{made}"
+  tuned = folder / f"{name}_tuning.csv"
+  tables_of = table(suite, rows) + (f"\n{tuning.table(tuning.read_csv(tuned))}" if tuned.exists() else "")
+  text = f"# {suite.title}\n\n{tables_of}\n{MADE}{made}"
   (folder / f"{name}.md").write_text(text, encoding="utf-8")
   plot(folder / f"{name}.png", suite, rows)
   if suite.simulation:

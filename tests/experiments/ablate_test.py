@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import ablate
-from experiments.ablations import report, results, suites
+from experiments.ablations import report, results, suites, tuning
 from experiments.ablations.statistics import bootstrap_mean, paired_difference
 from experiments.ablations.suites import SUITES, Arm, Suite, arm_config
 from experiments.presets import ablation_cpu
@@ -259,3 +259,18 @@ def test_documents_are_filled(tmp_path, rows):
     report.fill("<!-- nope -->\n<!-- end -->", tmp_path)
   with pytest.raises(ValueError, match=r"must hold SUITE/SUITE\.csv"):
     report.remake(tmp_path / "granularity")
+
+
+def test_what_tuning_found_is_kept(tmp_path):
+  for rate, rates in (("0.002", [0.5, 0.5, 0.5, 0.0, 0.1]), ("0.0005", [0.1, 0.2, 0.3, 0.4, 0.5])):
+    folder = tmp_path / "tuning" / "sao" / rate
+    folder.mkdir(parents=True)
+    rows = [{"step": i + 1, "success_rate": x} for i, x in enumerate(rates)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "summary.json").write_text("{}")
+  (tmp_path / "tuning" / "other" / "0.001").mkdir(parents=True)  # has not ended
+  outcomes = tuning.collect(ARMS, tmp_path / "tuning")
+  assert outcomes == {"SAO": {0.0005: pytest.approx(0.45), 0.002: pytest.approx(0.05)}, "other": {}}
+  tuning.write_csv(tmp_path / "x.csv", outcomes)
+  assert tuning.read_csv(tmp_path / "x.csv") == {"SAO": outcomes["SAO"]}
+  assert tuning.table(outcomes).splitlines()[2:] == ["| SAO | 0.450 | 0.050 |", "| other |  |  |"]

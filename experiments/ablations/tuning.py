@@ -1,0 +1,62 @@
+"""What the tuning runs of a suite found: the training success of each arm at each learning rate."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+from collections.abc import Mapping
+
+from experiments.ablations.suites import Suite
+from sao_jax.io import metrics as metrics_io
+
+Outcomes = Mapping[str, Mapping[float, float]]
+"""arm -> learning rate -> mean training success over the end of the run."""
+
+
+def end_success(folder: pathlib.Path, share: float) -> float:
+  """Mean training success over the end of a tuning run."""
+  steps, _ = metrics_io.read_metrics(folder)
+  rates = [row["success_rate"] for row in steps[-max(1, round(share * len(steps))) :]]
+  return sum(rates) / len(rates)
+
+
+def collect(suite: Suite, folder: pathlib.Path) -> Outcomes:
+  """Outcomes of the runs that have ended below `folder`, `ARM/RATE` each."""
+  families = {arm.family.slug: arm.family.name for arm in suite.arms}
+  return {
+    name: {
+      float(run.name): end_success(run, suite.tuning_end)
+      for run in sorted((folder / slug).iterdir(), key=lambda run: float(run.name))
+      if (run / "summary.json").exists()
+    }
+    for slug, name in families.items()
+    if (folder / slug).is_dir()
+  }
+
+
+def write_csv(path: pathlib.Path, outcomes: Outcomes) -> None:
+  """One row per arm and learning rate."""
+  with open(path, "w", newline="", encoding="utf-8") as file:
+    writer = csv.writer(file)
+    writer.writerow(("arm", "learning_rate", "success_rate"))
+    for arm, found in outcomes.items():
+      writer.writerows((arm, f"{rate:g}", f"{success:.6g}") for rate, success in found.items())
+
+
+def read_csv(path: pathlib.Path) -> Outcomes:
+  """Reads what `write_csv` wrote."""
+  outcomes: dict[str, dict[float, float]] = {}
+  with open(path, newline="", encoding="utf-8") as file:
+    for row in csv.DictReader(file):
+      outcomes.setdefault(row["arm"], {})[float(row["learning_rate"])] = float(row["success_rate"])
+  return outcomes
+
+
+def table(outcomes: Outcomes) -> str:
+  """Markdown: arms down, learning rates across."""
+  rates = sorted({rate for found in outcomes.values() for rate in found})
+  lines = ["| training success of tuning runs | " + " | ".join(f"{rate:g}" for rate in rates) + " |"]
+  lines.append("|---" * (1 + len(rates)) + "|")
+  for arm, found in outcomes.items():
+    lines.append(f"| {arm} | " + " | ".join(f"{found[rate]:.3f}" if rate in found else "" for rate in rates) + " |")
+  return "\n".join(lines) + "\n"
