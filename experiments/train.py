@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError("--workdir is required with several processes: a folder that all of them see.")
   config = config_flags.read(RunConfig)
   workdir = pathlib.Path(_WORKDIR.value or f"runs/{datetime.datetime.now():%Y-%m-%d_%H%M%S}")
+  within = workdir.absolute()  # an environment may change the working directory
   stages = config_lib.STAGES if _STAGE.value == "all" else (_STAGE.value,)
   console = Console(quiet=not distributed.is_main_process())
   console.print(f"workdir {workdir}")
@@ -56,11 +57,11 @@ def main(argv: Sequence[str]) -> None:
     with Interrupts() as interrupts, interrupts.at_once():
       domain = make_domain(config)
     summary = loop.train(
-      config, domain, workdir, run_stages=stages, console=console, make_domain=functools.partial(make_domain, config)
+      config, domain, within, run_stages=stages, console=console, make_domain=functools.partial(make_domain, config)
     )
     if summary is not None and distributed.is_main_process():
-      with workdir_lib.writing(workdir), Interrupts() as interrupts, interrupts.at_once():
-        report(workdir, summary, console)
+      with workdir_lib.writing(within), Interrupts() as interrupts, interrupts.at_once():
+        report(within, summary, console)
   except Interrupted:
     console.print("Stopped by a signal; the same command goes on from here.")
   except (workdir_lib.WorkdirError, CheckpointError, RunStoppedError, TooManyFailuresError) as error:

@@ -78,10 +78,16 @@ class UpdateGuard:
     self._skipped_before = sum(skipped.values())
     return {"skipped_in_a_row": self._in_a_row, "critic_error_ratio": self._critic_error(step, report)}
 
+  @property
+  def stops(self) -> bool:
+    """Whether `check` will raise."""
+    limit = self._parts.config.max_skipped_in_a_row
+    return bool(limit) and self._in_a_row >= limit
+
   def check(self) -> None:
     """Raises `RunStoppedError` after too many skipped updates in a row."""
     limit = self._parts.config.max_skipped_in_a_row
-    if limit and self._in_a_row >= limit:
+    if self.stops:
       raise RunStoppedError(
         f"The last {self._in_a_row} learner steps skipped an update because something was not finite "
         f"(max_skipped_in_a_row = {limit}). What it was, and in which trajectories, is in {self._last_report} and the "

@@ -72,7 +72,7 @@ def train(
     WorkdirError, CheckpointError: the workdir cannot be written to.
     RunStoppedError, TooManyFailuresError: the run cannot go on by itself; it is saved up to there.
   """
-  workdir = pathlib.Path(workdir)
+  workdir = pathlib.Path(workdir).absolute()  # an environment may change the working directory
   console = console or Console(quiet=not is_main_process())
   for name, needed in (("num_train_tasks", True), ("num_eval_tasks", config.eval_episodes > 0)):
     if needed and getattr(domain, name) < 1:

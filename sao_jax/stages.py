@@ -21,7 +21,7 @@ import numpy as np
 from sao_jax import config as config_lib
 from sao_jax.components import Components
 from sao_jax.config import Stage
-from sao_jax.guards import RunStoppedError
+from sao_jax.guards import RunStoppedError, UpdateGuard
 from sao_jax.interrupts import Interrupted, Interrupts
 from sao_jax.io import trajectory_arrays
 from sao_jax.io.checkpoints import Checkpointer
@@ -98,6 +98,7 @@ def _imitate(
       rng.bit_generator.state = restored.host["rng"]
       began -= restored.host["seconds"]
       bar.advance(start)
+    skips = _Skips(parts.config.max_skipped_in_a_row, start, int(state.skipped))
     before, drawn = None, dict(rng.bit_generator.state)
 
     def save(i: int) -> None:
@@ -119,12 +120,49 @@ def _imitate(
         # The loss is fetched now and then only: fetching waits for the device.
         note = f"loss {float(report['loss']):.3f}" if i % settings.log_every == 0 else None
         bar.advance(note=note)
-        if i < settings.num_steps and (interrupts.anywhere() or i % settings.save_every == 0):
+        if i % settings.log_every == 0 or i == settings.num_steps:
+          skips.look(i, int(report["skipped"]))
+        if skips.too_many or (i < settings.num_steps and (interrupts.anywhere() or i % settings.save_every == 0)):
           save(i)
+          skips.check()
           interrupts.check()
   if skipped := int(state.skipped):
     console.print(f"{skipped} of {settings.num_steps} updates of the warm start were skipped: not finite, or no token")
   return state.params, time.monotonic() - began
+
+
+class _Skips:
+  """Stops a warm start that skips every update; it looks now and then, since a look waits for the device.
+
+  Args:
+    limit: `RunConfig.max_skipped_in_a_row`.
+    step: updates done.
+    skipped: those of them that were skipped.
+  """
+
+  def __init__(self, limit: int, step: int, skipped: int):
+    self._limit = limit
+    self._seen = step, skipped
+    self._in_a_row = 0
+
+  def look(self, step: int, skipped: int) -> None:
+    """Takes note of how many were skipped until `step`."""
+    new, all_new = skipped - self._seen[1], step - self._seen[0]
+    self._in_a_row = self._in_a_row + new if new == all_new else 0
+    self._seen = step, skipped
+
+  @property
+  def too_many(self) -> bool:
+    """Whether `check` will raise."""
+    return bool(self._limit) and self._in_a_row >= self._limit
+
+  def check(self) -> None:
+    """Raises `RunStoppedError` after too many skipped updates in a row."""
+    if self.too_many:
+      raise RunStoppedError(
+        f"The last {self._in_a_row} updates of the warm start were skipped: loss or gradient were not finite, or no "
+        f"token of the demonstrations is an action (max_skipped_in_a_row = {self._limit})."
+      )
 
 
 Demonstrations: TypeAlias = tuple[list[Trajectory], dict[str, Any]]
@@ -272,6 +310,7 @@ def _fit_values(
   learner = config_lib.pretraining_learner(config)
   assert parts.value_apply is not None  # or there would be no critic to fit
   step = parts.placement.step(make_critic_step(learner, parts.value_apply, num_updates=1, jit=False))
+  guard = UpdateGuard(parts, workdir / "stages" / "value_pretraining")
   start, began = 0, time.monotonic()
   with _stage_checkpointer(parts, workdir, "value_pretraining/partial") as checkpointer:
     trajectories = _initial_trajectories(parts, policy, workdir, console, interrupts)
@@ -290,6 +329,7 @@ def _fit_values(
       start = restored.step
       state = restored.state._replace(policy=state.policy, policy_opt=state.policy_opt)
       began -= restored.host["seconds"]
+      guard.restore(restored.host["guard"])
     with console.stage("value pretraining", len(orders) * batches) as bar:
       bar.advance(start)
       for i in range(start + 1, len(orders) * batches + 1):
@@ -299,8 +339,11 @@ def _fit_values(
         with interrupts.at_once() if i == start + 1 else contextlib.nullcontext():  # it compiles, and nothing is lost
           state, report = step(state, batch, np.int32(packed.num_microbatches))
         bar.advance(note=f"explained variance {float(report['explained_variance_before']):.2f}")
-        if interrupts.anywhere() or i % config.warm_start.save_every == 0:
-          checkpointer.save(i, _without_policy(state), {"seconds": time.monotonic() - began})
+        guard.look(i, state, [trajectories[j] for j in chosen], jax.device_get(report))
+        if interrupts.anywhere() or guard.stops or i % config.warm_start.save_every == 0:
+          host = {"seconds": time.monotonic() - began, "guard": guard.state()}
+          checkpointer.save(i, _without_policy(state), host)
+          guard.check()
           interrupts.check()
   return state.critic, time.monotonic() - began
 

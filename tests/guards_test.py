@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import pathlib
 import types
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from sao_jax import guards, loop
 from sao_jax.components import Components
-from sao_jax.config import CheckpointConfig
+from sao_jax.config import CheckpointConfig, WarmStartConfig
 from sao_jax.guards import RunStoppedError, UpdateGuard
 from sao_jax.io import bad_batches
 from sao_jax.io.metrics import read_metrics
@@ -26,6 +27,7 @@ from tests.io.trajectories_test import assert_same, make
 from tests.learner import tiny
 from tests.learner.update_test import make_config
 from tests.loop_test import final_params, without_times
+from tests.signals_test import pretraining
 
 
 def poison(monkeypatch: Any, calls: set[int]) -> None:
@@ -45,21 +47,62 @@ def poison(monkeypatch: Any, calls: set[int]) -> None:
 
 
 def test_skipped_batches_are_kept_and_many_in_a_row_end_the_run_saved(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+  """In a workdir that is named from the working directory, which the environments change."""
+  elsewhere, workdir = tmp_path / "elsewhere", tmp_path / "run"
+  elsewhere.mkdir()
+
+  class Wanders(BusyEnv):
+    def reset(self, task_index: int) -> str:
+      os.chdir(elsewhere)
+      return super().reset(task_index)
+
   config = bare(num_steps=6, max_skipped_in_a_row=2)
+  monkeypatch.chdir(tmp_path)
   with monkeypatch.context() as patch:
     poison(patch, {2, 4, 5})
     with pytest.raises(RunStoppedError, match=r"last 2 learner steps skipped .*bad_batches/5\.json"):
-      loop.train(config, busy_domain(), tmp_path)
-  rows, _ = read_metrics(tmp_path)
+      loop.train(config, busy_domain(Wanders), "run")
+  rows, _ = read_metrics(workdir)
   assert [row["skipped_in_a_row"] for row in rows] == [0, 1, 0, 1, 2]
-  assert bad_batches.steps(tmp_path) == [2, 4, 5]
-  report, trajectories = bad_batches.read(tmp_path, 4)
+  assert bad_batches.steps(workdir) == [2, 4, 5]
+  report, trajectories = bad_batches.read(workdir, 4)
   assert len(trajectories) == 16 and report["step"] == 4 and report["metrics"]["policy_grad_norm"] == "inf"
   assert report["trajectories"] == [] and report["nonfinite"] == ["only sums over the whole batch"]
   # Saved at step 5; whoever resumes has seen the error, and the run goes on.
-  assert loop.train(config, busy_domain(), tmp_path) is not None
-  rows, _ = read_metrics(tmp_path)
+  monkeypatch.chdir(tmp_path)
+  assert loop.train(config, busy_domain(Wanders), "run") is not None
+  rows, _ = read_metrics(workdir)
   assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["skipped_in_a_row"] == 0
+  assert (workdir / "summary.json").exists()
+  assert pathlib.Path.cwd() == elsewhere and list(elsewhere.iterdir()) == []
+
+
+def test_the_stages_before_rl_stop_too(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+  """Parameters that are not finite from the start: no update of either stage can be done."""
+  config = bare(max_skipped_in_a_row=3, warm_start=WarmStartConfig(num_steps=9, batch_size=4, log_every=2))
+  original = Components.init_policy
+  with monkeypatch.context() as patch:
+    patch.setattr(Components, "init_policy", lambda self: jax.tree.map(lambda x: x * np.nan, original(self)))
+    with pytest.raises(
+      RunStoppedError, match=r"last 4 updates of the warm start were skipped.*max_skipped_in_a_row = 3"
+    ):
+      loop.train(config, busy_domain(), tmp_path / "warm")
+  assert (tmp_path / "warm/stages/warm_start/partial/checkpoints/4").is_dir()
+
+  config = pretraining(max_skipped_in_a_row=3)
+  workdir = tmp_path / "values"
+  original_critic = Components.init_critic
+  with monkeypatch.context() as patch:
+    patch.setattr(Components, "init_critic", lambda *args: jax.tree.map(lambda x: x * np.nan, original_critic(*args)))
+    patch.setattr(
+      guards, "make_diagnosis", lambda *_: lambda state, batch: [["value"]] * len(batch)
+    )  # has its own test
+    with pytest.raises(RunStoppedError, match=r"last 3 learner steps .*/value_pretraining/bad_batches/3\.json"):
+      loop.train(config, busy_domain(), workdir, run_stages=("warm_start", "value_pretraining"))
+  folder = workdir / "stages/value_pretraining"
+  assert bad_batches.steps(folder) == [1, 2, 3] and (folder / "partial/checkpoints/3").is_dir()
+  report, trajectories = bad_batches.read(folder, 3)
+  assert len(trajectories) == 16 and report["nonfinite"] == ["value"]
 
 
 def test_too_many_failed_episodes_end_the_run_saved(tmp_path: pathlib.Path) -> None:

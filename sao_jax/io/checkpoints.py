@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -152,7 +153,7 @@ class Checkpointer:
       host: what else it takes to resume (counters, cursors, generator states): JSON values only.
       host_arrays: arrays whose shapes change from save to save, so that no template can have them; not written to
         any more by the caller.
-      metric: the higher the better, for `keep_best`; None never counts as best.
+      metric: the higher the better, for `keep_best`; None and what is not finite never count as best.
 
     Raises:
       ValueError: a leaf that is no array, a host state that is no JSON, a step that is already there.
@@ -172,7 +173,7 @@ class Checkpointer:
       "leaves": {name: _describe(leaf) for name, leaf in arrays.items()},
       "host": json.loads(json.dumps(dict(host))),
     }
-    metric = None if metric is None else float(metric)
+    metric = None if metric is None or not math.isfinite(metric) else float(metric)  # NaN would upset the ranking
     if jax.process_count() > 1:
       self._write(step, arrays, body, dict(host_arrays or {}), metric)
     else:

@@ -20,6 +20,11 @@ _CHOICES = (
 )
 
 
+_LEAST, _MOST = 1e-37, 1e37
+"""Of numbers that the optimizer divides by or multiplies with: float32, where what is less counts as 0 (a parameter
+without a gradient would become 0 / 0), and what is more as infinite."""
+
+
 def require(condition: bool, name: str, received: Any, allowed: str) -> None:
   """Raises the one form of error that all checks of a config have."""
   if not condition:
@@ -46,16 +51,17 @@ class OptimizerConfig:
   eps: float = 1e-8
 
   def __post_init__(self) -> None:
-    require(self.learning_rate > 0.0, "learning_rate", self.learning_rate, "> 0")
+    rate, decay_rate = self.learning_rate, self.weight_decay
+    require(0.0 < rate < _MOST, "learning_rate", rate, f"> 0 and < {_MOST:g}")
     require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, ">= 0")
     decay = self.decay_steps
     falls = decay is None or decay > self.warmup_steps
     require(falls, "decay_steps", decay, f"> warmup_steps = {self.warmup_steps}, or None")
     require(self.max_grad_norm is None or self.max_grad_norm > 0.0, "max_grad_norm", self.max_grad_norm, "> 0 or None")
-    require(self.weight_decay >= 0.0, "weight_decay", self.weight_decay, ">= 0")
+    require(0.0 <= decay_rate < _MOST, "weight_decay", decay_rate, f">= 0 and < {_MOST:g}")
     require(0.0 <= self.b1 < 1.0, "b1", self.b1, "in [0, 1)")
     require(0.0 <= self.b2 < 1.0, "b2", self.b2, "in [0, 1)")
-    require(self.eps > 0.0, "eps", self.eps, "> 0")
+    require(_LEAST <= self.eps < _MOST, "eps", self.eps, f">= {_LEAST:g} and < {_MOST:g}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -250,7 +250,7 @@ class RemoteEngine:
       trajectory = episode.finish(ended, decode, truncated_reward=reward)
     except BaseException:
       if holder not in self._given_up:
-        self._workers.submit(Task(holder.close, lambda _: None))  # its state is unknown
+        self._dispose(holder)  # its state is unknown
       self._given_up.discard(holder)
       raise
     self._idle.append(holder)
@@ -305,6 +305,22 @@ class RemoteEngine:
       raise
     finally:
       self._workers.poll()  # answers are delivered above
+
+  def _dispose(self, holder: EnvironmentHolder) -> None:
+    """Closes an environment on a worker, which is given up if that hangs."""
+    task = Task(holder.close, lambda _: None)
+    self._workers.submit(task)
+    if (limit := self._config.env_timeout_s) is not None:
+      asyncio.get_running_loop().call_later(limit, self._end_closing, task, limit)
+
+  def _end_closing(self, task: Task, limit: float) -> None:
+    if task.finished_at is not None:
+      return
+    left = limit if task.started_at is None else task.started_at + limit - time.monotonic()
+    if left > 0:  # it waited for a worker
+      asyncio.get_running_loop().call_later(left, self._end_closing, task, limit)
+    else:
+      self._workers.abandon(task)
 
   def _give_up(self, holder: EnvironmentHolder, task: Task) -> None:
     if self._workers.abandon(task):

@@ -23,7 +23,9 @@ def describe(value: object, *, most: int = 500) -> str:
   """
   try:
     text = repr(value)
-  except Exception as error:  # noqa: BLE001 (a user's code)
+  except BaseException as error:
+    if from_outside(error):
+      raise
     return f"{type(value).__name__} (its repr() raises {type(error).__name__})"
   return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 

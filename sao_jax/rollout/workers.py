@@ -94,6 +94,9 @@ class Workers:
     if not task.abandon():
       return False
     self._live.discard(self._busy.pop(task, threading.current_thread()))
+    # What waits already must not wait for another `submit`, which may never come.
+    if not self._closed and not self._todo.empty() and len(self._live) < self._num_threads:
+      self._start_thread()
     return True
 
   def close(self) -> None:

@@ -103,7 +103,7 @@ def test_saved_arrays_survive_donation_and_overwriting(tmp_path):
 def test_keeps_the_newest_and_the_best(tmp_path):
   state = {"x": jnp.zeros(2)}
   with open_(tmp_path, keep=2, keep_best=1) as checkpointer:
-    for step, metric in enumerate([0.1, 0.9, 0.3, None, 0.2, 0.1], start=1):
+    for step, metric in enumerate([math.inf, 0.9, math.nan, None, np.float32("nan"), 0.1], start=1):
       checkpointer.save(step, state, {}, metric=metric)
       checkpointer.wait()
     assert checkpointer.steps() == [2, 5, 6]

@@ -63,6 +63,10 @@ def test_pitfall_2_both_bounds_are_required(given):
     ({"b1": 1.0}, "b1"),
     ({"b2": -0.1}, "b2"),
     ({"eps": 0.0}, "eps"),
+    ({"eps": 1e-50}, "eps must be >= 1e-37 and < 1e\\+37; received 1e-50"),  # 0 in float32
+    ({"learning_rate": float("inf")}, "learning_rate"),
+    ({"learning_rate": float("nan")}, "learning_rate"),
+    ({"weight_decay": 1e39}, "weight_decay"),
   ],
 )
 def test_bad_optimizer_values_are_refused(fields, message):

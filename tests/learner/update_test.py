@@ -273,6 +273,62 @@ def test_a_batch_that_is_not_finite_changes_nothing_and_is_counted(poison, value
   assert all(np.isfinite(value) for value in jax.device_get(metrics).values())
 
 
+EVERYTHING = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "warmup_steps": 3, "decay_steps": 9}
+MANY = make_config(
+  policy_optimizer=OptimizerConfig(**EVERYTHING), critic_optimizer=OptimizerConfig(**EVERYTHING), critic_updates=3,
+  policy_minibatches=2,
+)  # fmt: skip
+"""Every setting of the optimizers, several updates of both models, several microbatches in each."""
+
+
+def counts(learner):
+  """Updates of policy and critic, by the counts that their schedules go by."""
+  return [
+    {int(leaf) for leaf in jax.tree.leaves(opt) if leaf.dtype == np.int32}
+    for opt in (learner.policy_opt, learner.critic_opt)
+  ]
+
+
+def test_skipped_updates_do_not_show_in_what_comes_later_whatever_the_optimizer():
+  policy = tiny.init(1)
+  batch, stats = batching.pack_batch(MANY, tiny.trajectories(40, policy=policy))
+  assert stats.num_microbatches >= 6
+  half = stats.num_microbatches // 2
+  poisoned = np.array(batch.rewards)
+  poisoned[tuple(np.argwhere(batch.action_mask)[0])] = np.nan
+  none = np.zeros_like(batch.action_mask)
+  first_only = batch.action_mask & (np.arange(len(none)) < half)[:, None, None]
+
+  def go(*batches):
+    learner = make_state(MANY, policy)
+    for x in batches:
+      learner, _ = make_step(MANY)(learner, x, np.int32(stats.num_microbatches))
+    return jax.device_get(learner)
+
+  whole = go(batch, batch)
+  assert counts(whole) == [{4}, {6}] and sum(whole.counters) == 0
+  empty = go(batch, batch.replace(action_mask=none), batch)
+  assert_same((empty.policy, empty.policy_opt, empty.critic, empty.critic_opt), whole[:4])
+  assert empty.counters._asdict() == {**whole.counters._asdict(), "policy_empty": 2, "critic_empty": 3}
+  # A reward that is no number spoils all of the critic's updates, and that one of the policy's that it is part of.
+  bad = go(batch, batch.replace(rewards=poisoned))
+  assert counts(bad) == [{3}, {3}]
+  assert bad.counters._asdict() == {**whole.counters._asdict(), "policy_nonfinite": 1, "critic_nonfinite": 3}
+  assert_same((bad.critic, bad.critic_opt), (go(batch).critic, go(batch).critic_opt))
+  # A minibatch without actions among good ones.
+  some = go(batch.replace(action_mask=first_only))
+  assert counts(some) == [{1}, {3}] and some.counters.policy_empty == 1 and some.counters.policy_nonfinite == 0
+
+
+def test_a_critic_that_overflows_in_its_second_pass_stops_there_and_takes_the_policy_along():
+  config = dataclasses.replace(MANY, critic_optimizer=OptimizerConfig(learning_rate=1e25, max_grad_norm=None))
+  learner, metrics = run(config, tiny.trajectories(12, policy=tiny.init(1)), policy=tiny.init(1))
+  assert np.isfinite(metrics["value_loss"]) and not np.isfinite(metrics["value_loss_last"])
+  assert counts(learner) == [{0}, {1}]
+  assert learner.counters.critic_nonfinite == 2 and learner.counters.policy_nonfinite == 2
+  assert_same(learner.policy, jax.device_get(tiny.init(1)))
+
+
 def test_pitfall_13_the_critic_is_fitted_to_monte_carlo_returns_whatever_the_policys_lambda():
   made = [tiny.trajectory([False, True, True], reward=1.0)]
   v = tiny.Oracle.of(tiny.init(2, value=True)).values(made[0].tokens)[1:]

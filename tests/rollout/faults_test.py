@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import decimal
 import fractions
 import logging
+import os
+import pathlib
 import threading
 import time
 
@@ -48,6 +51,42 @@ class Unspeakable(Exception):
   __str__ = __repr__
 
 
+class Unprintable(Exception):
+  """Its `repr` ends the process, or so it thinks."""
+
+  def __repr__(self):
+    raise SystemExit(3)
+
+
+class Locked(Step):
+  """An answer that cannot be looked at."""
+
+  @property
+  def info(self):
+    raise StopIteration
+
+  def __init__(self):
+    object.__setattr__(self, "observation", "")
+    object.__setattr__(self, "reward", 0.0)
+    object.__setattr__(self, "done", False)
+    object.__setattr__(self, "truncated", False)
+
+
+class Surprise:
+  """A reward whose shape is a trap."""
+
+  @property
+  def shape(self):
+    raise GeneratorExit
+
+
+def moves():
+  """Leaves nothing as it was, and then fails."""
+  os.environ["SAO_JAX_TEST_MOVED"] = "1"
+  os.chdir("/")
+  raise RuntimeError("moved")
+
+
 class Liar(fractions.Fraction):
   def __float__(self):
     return float("nan")
@@ -85,6 +124,15 @@ FAULTS = {
   "recursion": (lambda: recursive(), "step_error"),
   "complex_reward": (lambda: Step(reward=np.complex64(1)), "bad_reward"),
   "numbers_that_lie": (lambda: Step(reward=Liar(1, 2)), "bad_reward"),
+  "decimal_reward": (lambda: Step(reward=decimal.Decimal(1)), "bad_reward"),
+  "python_complex_reward": (lambda: Step(reward=1 + 0j), "bad_reward"),
+  "date_reward": (lambda: Step(reward=np.datetime64("2020-01-01")), "bad_reward"),
+  "trap_reward": (lambda: Step(reward=Surprise()), "step_error"),
+  "locked": (Locked, "step_error"),
+  "stops": (raises(StopIteration()), "step_error"),
+  "unprintable": (raises(Unprintable()), "step_error"),
+  "group": (raises(BaseExceptionGroup("many", [SystemExit(i) for i in range(1000)])), "step_error"),
+  "moves": (moves, "step_error"),
   "done_as_text": (lambda: Step(done="False"), "bad_step"),
   "success_as_number": (lambda: Step(info={"success": 0.5}), "bad_step"),
   "long_str_of_no_length": (lambda: Step(observation=Short("c" * 2_000_000)), "observation_too_long"),
@@ -97,7 +145,9 @@ def build(make_env, **changes) -> Engine:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("env_workers", [0, 3])
-def test_a_fault_fails_its_episode_alone(fault, env_workers, caplog):
+def test_a_fault_fails_its_episode_alone(fault, env_workers, caplog, monkeypatch):
+  monkeypatch.chdir(pathlib.Path.cwd())  # for "moves": to be put back
+  monkeypatch.setenv("SAO_JAX_TEST_MOVED", "0")
   answer, kind = FAULTS[fault]
   made = []
 
@@ -132,7 +182,8 @@ def test_faults_of_reset_and_of_the_factory():
         resets.append(id(self))
         raise OSError("no such task")
       usual = super().reset(task_index)
-      return {3: "", 4: "c" * 48, 5: b"cd", 6: "cdé", 7: "c" * 47}.get(task_index, usual)
+      odd = {3: "", 4: "c" * 48, 5: b"cd", 6: "cdé", 7: "c" * 47, 8: None, 9: "c" * 10_000_000, 10: "\udcff"}
+      return odd.get(task_index, usual)
 
   def make():
     calls[0] += 1
@@ -144,14 +195,14 @@ def test_faults_of_reset_and_of_the_factory():
   for retries, failed_resets in ((0, 2), (2, 1)):
     made, resets, calls[0] = [], [], 0
     with build(make, reset_retries=retries) as engine:
-      done = list(engine.generate(eager, requests(8)))
+      done = list(engine.generate(eager, requests(11)))
       counters = engine.counters
     assert [x.episode_id for x in done] == ([0, 1, 7] if retries else [1, 7])
     assert counters["failed_by_kind"] == {
       "reset_error": failed_resets,
       "empty_prompt": 1,
-      "prompt_too_long": 1,
-      "bad_prompt": 1,
+      "prompt_too_long": 2,
+      "bad_prompt": 3,
       "bad_tokens": 1,
     }
     # Each attempt at task 2 had an environment of its own; the factory's one failure was made up for.
@@ -245,7 +296,8 @@ def test_an_over_long_prompt_is_refused_before_sampling_and_says_the_lengths(cap
   assert "50 tokens" in caplog.text and "max_len = 48" in caplog.text
 
 
-def test_a_hanging_environment_is_given_up_and_replaced():
+@pytest.mark.parametrize("count", [12, 4])  # of 4 all have begun before any hangs: no new call starts a thread
+def test_a_hanging_environment_is_given_up_and_replaced(count):
   release = threading.Event()
   made = []
 
@@ -262,15 +314,47 @@ def test_a_hanging_environment_is_given_up_and_replaced():
   # Three of them hang, on two threads: given-up threads are replaced, or nothing would go on.
   began = time.monotonic()
   with build(Hangs, env_workers=2, env_timeout_s=0.3) as engine:
-    done = list(engine.generate(eager, requests(12)))
+    done = list(engine.generate(eager, requests(count)))
     assert engine.counters["failed_by_kind"] == {"timeout": 3}
   assert time.monotonic() - began < 30
-  assert sorted(x.episode_id for x in done) == [0, *range(4, 12)]
+  assert sorted(x.episode_id for x in done) == [0, *range(4, count)]
   release.set()
   deadline = time.monotonic() + 10
   while sum(x.closed for x in made) < len(made) and time.monotonic() < deadline:
     time.sleep(0.01)
   assert [x.closed for x in made] == [1] * len(made)
+
+
+@pytest.mark.parametrize("env_workers", [0, 2])
+@pytest.mark.parametrize("error", [OSError("gone"), SystemExit(1), StopIteration(), GeneratorExit()])
+def test_an_environment_that_cannot_be_closed_is_told_of_and_left(env_workers, error, caplog):
+  class Stuck(Odd):
+    answer = staticmethod(raises(RuntimeError("tool died")))
+
+    def close(self):
+      raise error
+
+  with caplog.at_level(logging.WARNING), build(lambda: Stuck(2), env_workers=env_workers) as engine:
+    done = list(engine.generate(eager, requests(9)))
+    assert engine.counters["failed_by_kind"] == {"step_error": 3}
+  assert len(done) == 6 and "Environment.close() failed" in caplog.text
+
+
+def test_a_close_that_hangs_keeps_nobody():
+  release = threading.Event()
+
+  class Stuck(Odd):
+    answer = staticmethod(raises(RuntimeError("tool died")))
+
+    def close(self):
+      release.wait(60)
+
+  began = time.monotonic()
+  with build(lambda: Stuck(2), env_workers=2, env_timeout_s=0.3) as engine:
+    done = list(engine.generate(eager, requests(15)))
+    assert engine.counters["failed_by_kind"] == {"step_error": 5}
+    release.set()  # or the engine's own `close` waits a while for what hangs
+  assert len(done) == 10 and time.monotonic() - began < 30
 
 
 def test_an_abandoned_call_leaves_no_trace_in_the_next():

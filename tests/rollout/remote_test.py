@@ -642,6 +642,28 @@ def test_faults_of_environments_fail_their_episode_alone(url, root):
   assert [x.closed for x in made] == [1] * len(made)
 
 
+def test_environments_whose_close_hangs_keep_nobody(url, root):
+  release = threading.Event()
+
+  class Env(Echo):
+    def step(self, action):
+      if self.task % 3 == 1:
+        raise RuntimeError("tool died")
+      return super().step(action)
+
+    def close(self):
+      if not release.is_set():
+        release.wait(60)
+
+  eager = make_params(0, stop_bias=50.0)
+  began = time.monotonic()
+  with remote(url, root, make_env=lambda: Env(1), env_workers=2, env_timeout_s=0.3) as engine:
+    done = list(engine.generate(lambda _: (eager, 0), requests(15)))
+    assert engine.counters["failed_by_kind"] == {"step_error": 5}
+    release.set()
+  assert len(done) == 10 and time.monotonic() - began < 30
+
+
 def test_early_close_and_one_call_at_a_time(url, root):
   with remote(url, root) as engine:
     iterator = engine.generate(fixed, (requests(1, i)[0] for i in itertools.count()))
