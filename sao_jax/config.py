@@ -121,7 +121,8 @@ class RunConfig:
   """While so many trajectories wait no new episode begins; None: twice the batch."""
   max_skipped_in_a_row: int = 8
   """The run stops, with a checkpoint, when so many learner steps in a row skipped an update because something was not
-  finite; 0: never. Their batches are in `bad_batches/`."""
+  finite; 0: never. Their batches are in `bad_batches/`. The same goes for the stages before RL: value pretraining keeps
+  its batches in `stages/value_pretraining/bad_batches/`, and a warm start looks every `log_every` updates."""
   eval_episodes: int = 512
   """Held-out episodes before and after RL; pass@1 at the engine's temperature."""
 

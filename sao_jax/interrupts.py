@@ -41,6 +41,10 @@ class Interrupted(KeyboardInterrupt):
   what calls such code lets a `KeyboardInterrupt` of the main thread pass."""
 
 
+class NotNow(Exception):
+  """A rescue cannot save at this moment; it is asked again, unless the main thread comes back first."""
+
+
 class Interrupts:
   """SIGINT and SIGTERM ask for an end: `check` raises `Interrupted`, and inside `at_once` the signal itself does.
 
@@ -104,7 +108,7 @@ class Interrupts:
 
     Args:
       rescue: saves what would be lost with the block; called on another thread, while the main thread may be anywhere
-        in the block. The default: there is nothing to save.
+        in the block; it may raise `NotNow`. The default: there is nothing to save.
     """
     before = self._rescue
     try:
@@ -152,6 +156,8 @@ class Interrupts:
         return
       try:
         self._rescue()
+      except NotNow:
+        return
       except BaseException as error:  # noqa: BLE001 (the end of the process)
         traceback.print_exception(error)
         _end(1)

@@ -27,7 +27,7 @@ from sao_jax import evaluation, stages
 from sao_jax.components import Components
 from sao_jax.config import RunConfig, Stage
 from sao_jax.guards import RunStoppedError, UpdateGuard
-from sao_jax.interrupts import Interrupted, Interrupts
+from sao_jax.interrupts import Interrupted, Interrupts, NotNow
 from sao_jax.io import trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
@@ -138,7 +138,9 @@ def reinforce(
               run.save(step - 1, state)
             raise
           # The first step is compiled; what was there before it is in the last checkpoint, or in the stages' results.
-          with interrupts.may_be_given_up() if step == start + 1 else contextlib.nullcontext():
+          # So is a later one whose batch is of another size than those before it.
+          rescue = run.rescue(step - 1, state) if step > start + 1 else None
+          with interrupts.may_be_given_up() if rescue is None else interrupts.may_be_given_up(rescue):
             state, row = _learn(parts, state, step, trajectories, source, progress, guard)
           records.step(step, row)
           bar.advance(note=progress.note(row))
@@ -200,13 +202,16 @@ class Run:
       self.parts.baselines.restore(host["baselines"])
     return restored.step, restored.state["learner"]
 
-  def save(self, step: int, state: LearnerState, *, metric: float | None = None) -> None:
+  def save(
+    self, step: int, state: LearnerState, *, metric: float | None = None, baselines: dict[str, Any] | None = None
+  ) -> None:
     """Starts to save all that a resume needs; the arrays are copied before this returns. Nothing to do if it is there.
 
     Args:
       step: learner steps done.
       state: after them.
       metric: decides which checkpoints are best; None: of no account.
+      baselines: their state then; None: what it is now.
     """
     self.checkpointer.wait()
     if step in self.checkpointer.steps():
@@ -218,7 +223,7 @@ class Run:
       "waiting": [trajectory.episode_id for trajectory in waiting],
       "progress": self.progress.state(),
       "guard": self.guard.state(),
-      "baselines": None if self.parts.baselines is None else self.parts.baselines.state(),
+      "baselines": self._baselines() if baselines is None else baselines,
     }
     tree = _checkpoint_tree(state, self.source.old_weights())
     host_arrays = trajectory_arrays.to_arrays(waiting)
@@ -230,6 +235,34 @@ class Run:
     """As `save`; returns when all is written."""
     self.save(step, state)
     self.checkpointer.wait()
+
+  def _baselines(self) -> dict[str, Any] | None:
+    return None if self.parts.baselines is None else self.parts.baselines.state()
+
+  def rescue(self, step: int, state: LearnerState) -> Callable[[], None]:
+    """What saves while another thread is in the next learner step, from now on (before its batch is packed).
+
+    That is possible until the step is on the device: `state` is donated to it then, and `NotNow` raised. What is saved
+    is consistent, since all of `state` is copied last.
+    """
+    baselines = self._baselines()
+
+    def save() -> None:
+      if _any_deleted(state):
+        raise NotNow
+      try:
+        self.save(step, state, baselines=baselines)
+      except RuntimeError as error:
+        if _any_deleted(state):
+          raise NotNow from error
+        raise
+      self.checkpointer.wait()
+
+    return save
+
+
+def _any_deleted(tree: Any) -> bool:
+  return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
 def _checkpoint_tree(state: LearnerState, old_weights: list[Params]) -> dict[str, Any]:

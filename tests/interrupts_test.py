@@ -86,6 +86,20 @@ def test_a_rescue_that_fails_is_told() -> None:
   assert code == 1 and "disk full" in err
 
 
+def test_a_rescue_that_cannot_be_now_is_tried_again() -> None:
+  program = """
+asked = []
+def rescue():
+  asked.append(1)
+  if len(asked) < 3:
+    raise interrupts.NotNow
+  print(len(asked))
+with interrupts.Interrupts() as i, i.may_be_given_up(rescue): stuck()
+"""
+  code, out, err, seconds = send(INTERRUPTS + program, signal.SIGTERM)
+  assert (code, out) == (0, "3\n") and "Traceback" not in err and seconds < 30
+
+
 def test_a_second_ctrl_c_ends_what_does_not_return() -> None:
   code, out, _, seconds = send(INTERRUPTS + "with interrupts.Interrupts() as i: stuck()", *[signal.SIGINT] * 2)
   assert (code, out) == (130, "") and seconds < 30

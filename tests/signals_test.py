@@ -21,8 +21,8 @@ import pytest
 
 from sao_jax import loop, stages
 from sao_jax.components import Components
-from sao_jax.config import CriticConfig, RunConfig, WarmStartConfig
-from sao_jax.interrupts import Interrupted, Interrupts
+from sao_jax.config import CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig
+from sao_jax.interrupts import Interrupted, Interrupts, NotNow
 from sao_jax.io import trajectory_arrays
 from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import learner_config
@@ -235,6 +235,42 @@ with Interrupts():
   while True:
     time.sleep(1)
 """
+
+
+def test_a_learner_step_that_is_still_compiled_can_be_given_up(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+  """What is saved then is the step before it, and the batch is trained in the next run; once the step is on the device
+  it is waited for."""
+  config = bare(num_steps=3, checkpoint=CheckpointConfig(every_steps=9))
+  whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+  loop.train(config, busy_domain(), whole)
+  made: list[Callable[[], None]] = []
+  late: list[str] = []
+  original_rescue, original_learn = loop.Run.rescue, loop._learn
+
+  def rescue(self: loop.Run, *args: Any) -> Callable[[], None]:
+    made.append(original_rescue(self, *args))
+    return made[-1]
+
+  def learn(parts: Components, state: Any, step: int, *more: Any) -> Any:
+    if step == 3:
+      parts.baselines.advantages(more[0])  # the batch is packed; what follows would be compiled
+      made[-1]()
+      raise Interrupted
+    result = original_learn(parts, state, step, *more)
+    for save in made:
+      with pytest.raises(NotNow):
+        save()
+      late.append("refused")
+    return result
+
+  with monkeypatch.context() as patch:
+    patch.setattr(loop.Run, "rescue", rescue)
+    patch.setattr(loop, "_learn", learn)
+    assert loop.train(config, busy_domain(), stopped) is None
+  assert late == ["refused"]
+  assert loop.train(config, busy_domain(), stopped) is not None
+  assert without_times(stopped) == without_times(whole)
+  jax.tree.map(np.testing.assert_array_equal, final_params(config, stopped), final_params(config, whole))
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
