@@ -48,7 +48,7 @@ class TrajectoryQueue:
     self._ready: collections.deque[list[Trajectory]] = collections.deque()  # complete groups, oldest first
     self._partial: dict[int, list[Trajectory]] = {}
     self._running: dict[int, int] = {}  # episode_id -> group_id
-    self._dead_groups: set[int] = set()  # have a failed member, and members still running
+    self._dead_groups: dict[int, int] = {}  # have a failed member -> members that have not ended, or not begun
     self._counts = dict.fromkeys(_COUNTERS, 0)
     self._closed = False
 
@@ -82,8 +82,10 @@ class TrajectoryQueue:
     with self._changed:
       group_id = self._end_running(request.episode_id)
       self._counts["failed"] += 1
-      self._counts["dropped_incomplete_group"] += len(self._partial.pop(group_id, ()))
-      self._mark_dead(group_id)
+      dropped = len(self._partial.pop(group_id, ()))
+      self._counts["dropped_incomplete_group"] += dropped
+      self._dead_groups.setdefault(group_id, self._group_size - dropped)
+      self._end_in_dead_group(group_id)
       self._changed.notify_all()
 
   def put(self, trajectory: Trajectory) -> None:
@@ -102,7 +104,7 @@ class TrajectoryQueue:
       self._counts["finished"] += 1
       if group_id in self._dead_groups:
         self._counts["dropped_incomplete_group"] += 1
-        self._mark_dead(group_id)
+        self._end_in_dead_group(group_id)
       else:
         members = self._partial.setdefault(group_id, [])
         members.append(trajectory)
@@ -161,7 +163,7 @@ class TrajectoryQueue:
     """
     with self._changed:
       waiting = [x for group in (*self._ready, *self._partial.values()) for x in group]
-      return {**self._counts, "running": self._wanted()}, waiting
+      return {**self._counts, "running": self._wanted(), "dead_groups": self._not_begun()}, waiting
 
   def restore(self, counters: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
     """Sets a new queue to what `state` returned. Episodes that were running then count as never started.
@@ -169,7 +171,7 @@ class TrajectoryQueue:
     Raises:
       ValueError: unknown or missing counters, or an episode twice.
     """
-    if set(counters) - {"running"} != set(_COUNTERS):
+    if set(counters) - {"running", "dead_groups"} != set(_COUNTERS):
       raise ValueError(f"counters must be {sorted(_COUNTERS)}; received {sorted(counters)}.")
     ids = [x.episode_id for x in trajectories]
     if len(set(ids)) != len(ids):
@@ -179,6 +181,7 @@ class TrajectoryQueue:
       self._counts["started"] = self._counts["finished"] + self._counts["failed"]
       self._ready.clear()
       self._partial.clear()
+      self._dead_groups = {int(group): int(count) for group, count in counters.get("dead_groups", {}).items()}
       for trajectory in trajectories:
         members = self._partial.setdefault(trajectory.group_id, [])
         members.append(trajectory)
@@ -197,12 +200,17 @@ class TrajectoryQueue:
       raise ValueError(f"episode {episode_id} is not running: it was never started, or has ended before.")
     return self._running.pop(episode_id)
 
-  def _mark_dead(self, group_id: int) -> None:
-    """Remembers a dead group for as long as members of it run."""
-    if group_id in self._running.values():
-      self._dead_groups.add(group_id)
-    else:
-      self._dead_groups.discard(group_id)
+  def _end_in_dead_group(self, group_id: int) -> None:
+    """Forgets a dead group with its last member: one that begins later must not wait for those that are gone."""
+    self._dead_groups[group_id] -= 1
+    if not self._dead_groups[group_id]:
+      del self._dead_groups[group_id]
+
+  def _not_begun(self) -> dict[str, int]:
+    """Members of dead groups that have not begun: those that run are not started again by a resumed run."""
+    running = collections.Counter(self._running.values())
+    left = {group: count - running[group] for group, count in self._dead_groups.items()}
+    return {str(group): count for group, count in left.items() if count}
 
   def _drop_stale(self, version: int) -> None:
     fresh = [g for g in self._ready if version - min(x.oldest_version for x in g) <= self._max_staleness]

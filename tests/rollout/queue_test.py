@@ -148,6 +148,29 @@ def test_a_group_with_a_failed_member_is_dropped_and_refunded():
   assert len(queue.get_batch(0, timeout=0)) == 4
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_members_that_begin_after_another_one_failed_do_not_wait_for_it(resumed):
+  queue = TrajectoryQueue(batch_size=3, group_size=3, max_staleness=0, capacity=3)
+  queue.start(request(0, 3))
+  queue.fail(request(0, 3))  # nobody of its group has begun yet
+  queue.start(request(1, 3))
+  if resumed:  # episode 1 is not started again
+    state, waiting = queue.state()
+    assert state["running"] == [] and state["dead_groups"] == {"0": 1}
+    queue = TrajectoryQueue(batch_size=3, group_size=3, max_staleness=0, capacity=3)
+    queue.restore(state, waiting)
+  else:
+    queue.put(trajectory(1, group_size=3))
+  queue.start(request(2, 3))
+  queue.put(trajectory(2, group_size=3))
+  assert queue.qsize() == 0 and queue.admission(0) == 3  # or the learner would starve
+  assert queue.state()[0]["dead_groups"] == {} and queue._dead_groups == {}
+  for episode in (3, 4, 5):
+    queue.start(request(episode, 3))
+    queue.put(trajectory(episode, group_size=3))
+  assert len(queue.get_batch(0, timeout=0)) == 3
+
+
 def test_a_full_queue_starts_nothing_and_takes_in_what_runs():
   queue = make(batch_size=2, capacity=2, max_staleness=5)
   put(queue, trajectory(0))
