@@ -7,7 +7,8 @@ Scenarios: `slow_learner` (the queue fills), `slow_rollouts` (the learner waits)
 `long_episode` (one episode has 1,000 times as many turns as the others), `slow_tool` (a tool of minutes in some
 episodes), `stall` (every tool stands still for a while, again and again) and `mixed` (slow tools, stalls, and tools
 that raise, hang, flood or give back nonsense). Every few seconds there is a line with memory, threads, child processes,
-file descriptors and live JAX buffers. The last line is one JSON object; the exit code is 1 if one of them grows, an
+file descriptors and live JAX buffers; threads are counted without those of calls that hang and were given up, which end
+when the call does. The last line is one JSON object; the exit code is 1 if one of them grows, an
 episode or the learner starves, or throughput does not come back. Linux only: the figures are read from /proc.
 """
 
@@ -186,7 +187,7 @@ def sample(books: Books, clock: Clock) -> dict[str, float]:
   return {
     "seconds": clock.seconds,
     "rss_mb": int(fields["VmRSS"].split()[0]) / 1024,
-    "threads": int(fields["Threads"]),
+    "threads": int(fields["Threads"]) - clock.given_up,  # whose number follows the throughput
     "children": sum(parent == me for parent in parents),
     "fds": len(os.listdir("/proc/self/fd")),
     "live_arrays": len(arrays),

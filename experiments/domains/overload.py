@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -60,11 +62,25 @@ class Times:
 
 
 class Clock:
-  """Runs from the first episode on (what comes before it is compiling), and counts episodes."""
+  """Runs from the first episode on (what comes before it is compiling); counts episodes, and calls that hang."""
 
   def __init__(self) -> None:
     self.began: float | None = None
     self._episodes = itertools.count()
+    self._lock = threading.Lock()
+    self.given_up = 0
+    """Calls that hang for longer than `env_timeout_s` at this moment: each keeps a thread that nobody can end."""
+
+  @contextlib.contextmanager
+  def hangs(self) -> Iterator[None]:
+    """Around what a call does after it was given up."""
+    with self._lock:
+      self.given_up += 1
+    try:
+      yield
+    finally:
+      with self._lock:
+        self.given_up -= 1
 
   def episode(self) -> int:
     """Number of an episode that begins, from 0."""
@@ -108,7 +124,9 @@ class OverloadEnv(Environment):
     if self._fault == "flood":
       return Step(observation="w" * 3_000_000)
     if self._fault == "hang":
-      time.sleep(2 * self._times.env_timeout_s)
+      time.sleep(self._times.env_timeout_s)
+      with self._clock.hangs():
+        time.sleep(self._times.env_timeout_s)
     reward = float("nan") if self._fault == "nonsense" else float(action.startswith(";"))
     return Step(observation="" if done else "w", reward=reward, done=done)
 
