@@ -61,15 +61,15 @@ def main(argv: Sequence[str]) -> None:
     )
     if summary is not None and distributed.is_main_process():
       with workdir_lib.writing(within), Interrupts() as interrupts, interrupts.at_once():
-        report(within, summary, console)
+        report(within, summary, console, named=workdir)
   except Interrupted:
     console.print("Stopped by a signal; the same command goes on from here.")
   except (workdir_lib.WorkdirError, CheckpointError, RunStoppedError, TooManyFailuresError) as error:
     sys.exit(f"train: {error}")  # What these say is all that a user needs: a traceback would bury it.
 
 
-def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console) -> None:
-  """The end of a run: plots, a table, a few trajectories, and what to do next."""
+def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console, *, named: pathlib.Path) -> None:
+  """The end of a run: plots, a table, a few trajectories, and what to do next; `named`: the workdir as it was given."""
   plots.plot_run(workdir)
   samples = trajectory_io.read(workdir / "trajectories.jsonl")
   for trajectory in samples[:2] + samples[-3:]:
@@ -79,9 +79,9 @@ def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console) 
     console.print(success_table(summary))
   seconds = ", ".join(f"{stage} {value:.0f} s" for stage, value in summary["seconds_by_stage"].items())
   console.print(f"time        {summary['seconds_total']:.0f} s ({seconds})")
-  console.print(f"plots       {workdir / 'plots'}")
-  console.print(f"checkpoint  {workdir / 'checkpoints' / str(summary['num_steps'])}")
-  console.print(f"evaluate    python -m experiments.evaluate --workdir={workdir}")
+  console.print(f"plots       {named / 'plots'}")
+  console.print(f"checkpoint  {named / 'checkpoints' / str(summary['num_steps'])}")
+  console.print(f"evaluate    python -m experiments.evaluate --workdir={named}")
 
 
 def success_table(summary: Mapping[str, Any]) -> Table:
