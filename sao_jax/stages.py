@@ -338,8 +338,9 @@ def _fit_values(
         batch, packed = pack_batch(learner, [trajectories[j] for j in chosen])
         with interrupts.at_once() if i == start + 1 else contextlib.nullcontext():  # it compiles, and nothing is lost
           state, report = step(state, batch, np.int32(packed.num_microbatches))
-        bar.advance(note=f"explained variance {float(report['explained_variance_before']):.2f}")
-        guard.look(i, state, [trajectories[j] for j in chosen], jax.device_get(report))
+        report = jax.device_get(report)
+        bar.advance(note=f"explained variance {report['explained_variance_before']:.2f}")
+        guard.look(i, state, [trajectories[j] for j in chosen], report)
         if interrupts.anywhere() or guard.stops or i % config.warm_start.save_every == 0:
           host = {"seconds": time.monotonic() - began, "guard": guard.state()}
           checkpointer.save(i, _without_policy(state), host)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.ablations.statistics import bootstrap_mean, paired_difference
@@ -46,5 +46,10 @@ def arms_table(
     estimate = str(bootstrap_mean(list(found.values())))
     cells = (cell(arm.name) for cell in more.values())
     lines.append((arm.name, f"{rate:g}", str(len(found)), estimate, difference, *cells))
+  return markdown(titles, lines)
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """A Markdown table of cells."""
   head = f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}\n"
-  return head + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+  return head + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

@@ -6,6 +6,7 @@ import csv
 import pathlib
 from collections.abc import Mapping
 
+from experiments.ablations import tables
 from experiments.ablations.suites import Suite
 from sao_jax.io import metrics as metrics_io
 
@@ -55,8 +56,5 @@ def read_csv(path: pathlib.Path) -> Outcomes:
 def table(outcomes: Outcomes) -> str:
   """Markdown: arms down, learning rates across."""
   rates = sorted({rate for found in outcomes.values() for rate in found})
-  lines = ["| training success of tuning runs | " + " | ".join(f"{rate:g}" for rate in rates) + " |"]
-  lines.append("|---" * (1 + len(rates)) + "|")
-  for arm, found in outcomes.items():
-    lines.append(f"| {arm} | " + " | ".join(f"{found[rate]:.3f}" if rate in found else "" for rate in rates) + " |")
-  return "\n".join(lines) + "\n"
+  lines = [(arm, *(f"{found[rate]:.3f}" if rate in found else "" for rate in rates)) for arm, found in outcomes.items()]
+  return tables.markdown(("training success of tuning runs", *(f"{rate:g}" for rate in rates)), lines)
