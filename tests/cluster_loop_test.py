@@ -21,8 +21,7 @@ from tests.loop_test import LEARNER, tiny_config
 from tests.tiny_domain import VOCABULARY, tiny_domain
 
 
-def test_a_run_with_two_engines(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+def test_a_run_with_two_engines(tmp_path: pathlib.Path) -> None:
   before = {process.pid for process in psutil.Process().children(recursive=True)}
   handler = signal.getsignal(signal.SIGTERM)
   config = tiny_config(
