@@ -9,9 +9,11 @@ a tool that sleeps a log-normal time, median 50 ms and sigma 1.2: 103 ms on aver
 and latencies are those of the task's number, so that sync and async run the same episodes. The learning rates are tiny:
 no schedule changes what is generated. The first steps compile and fill the queues and are not counted.
 
-Each schedule is also simulated (`experiments.simulate_cluster`), fed with the sync run, in which nothing overlaps: its
-episodes, and its seconds per decode step, per turn and per learner step. `share_of_simulated` is the measured speed-up
-over sync as a share of the simulated one: what is lost to two programs that share two cores.
+Each schedule is also simulated (`experiments.simulate_cluster`), fed with the episodes of the sync run and with its own
+seconds per decode step, per turn and per learner step: `share_of_simulated` is the measured speed-up over sync as a
+share of the simulated one. `share_of_separate` is the same with the stage times of the sync run, in which nothing
+overlaps, for all: what engine and learner would reach on machines of their own. The difference is what two programs
+lose that share these cores.
 
 Prediction written down before the first run: a sync step waits about 2 s for its slowest episode and works about 1 s;
 an async step works about 0.7 s, bound by the learner: 4 times sync, 90 % of the simulated. Groups lose little in
@@ -24,7 +26,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -237,9 +238,9 @@ def _summary(
   spans: Mapping[int, Span],
 ) -> Measured:
   counts = {key: parts.engine.counters[key] - before[key] for key in ("busy_seconds", "chunks")}
-  # An engine that is far ahead may not have decoded at all in a short measurement.
-  steps_decoded = counts["chunks"] * parts.config.engine.chunk_steps
-  token_s = counts["busy_seconds"] / steps_decoded if steps_decoded else math.nan
+  if not counts["chunks"]:
+    raise ValueError(f"nothing was decoded while {steps} steps were measured (the engine was ahead): more are needed.")
+  token_s = counts["busy_seconds"] / (counts["chunks"] * parts.config.engine.chunk_steps)
   trajectories = sorted((x for x, _ in done), key=lambda x: x.episode_id)
   episodes = tuple(
     Episode(tokens=x.num_actions, turns=x.num_turns, waits_s=(spans[x.task_index].tool_s,)) for x in trajectories
@@ -259,15 +260,15 @@ def _summary(
   )
 
 
-def predict(schedule: str, alone: Measured, *, batch_size: int, slots: int) -> Result:
-  """The simulation's word on a schedule, from the stage times of the sync run."""
+def predict(schedule: str, stages: Measured, episodes: Sequence[Episode], *, batch_size: int, slots: int) -> Result:
+  """The simulation's word on a schedule, from the stage times of `stages`."""
   names: dict[str, Schedule] = {"sync": "sync", "group": "group_async", "async": "async"}
   config = ClusterConfig(
-    schedule=names[schedule], num_engines=1, slots=slots, token_s=alone.token_s, turn_s=alone.turn_s,
-    batch_size=batch_size, group_size=GROUP_SIZE, train_s=alone.train_s, max_staleness=MAX_STALENESS,
+    schedule=names[schedule], num_engines=1, slots=slots, token_s=stages.token_s, turn_s=stages.turn_s,
+    batch_size=batch_size, group_size=GROUP_SIZE, train_s=stages.train_s, max_staleness=MAX_STALENESS,
   )  # fmt: skip
-  steps = len(alone.episodes) // batch_size
-  return simulate(config, Replay(alone.episodes), num_steps=10 * steps, warmup_steps=steps)
+  steps = len(episodes) // batch_size
+  return simulate(config, Replay(episodes), num_steps=10 * steps, warmup_steps=steps)
 
 
 def run(*, batch_size: int, slots: int, steps: int, warmup_steps: int) -> dict[str, object]:
@@ -279,7 +280,7 @@ def run(*, batch_size: int, slots: int, steps: int, warmup_steps: int) -> dict[s
     m = measured[schedule] = measure(
       schedule, batch_size=batch_size, slots=slots, steps=steps, warmup_steps=warmup_steps
     )
-    s = simulated[schedule] = predict(schedule, measured["sync"], batch_size=batch_size, slots=slots)
+    s = simulated[schedule] = predict(schedule, m, measured["sync"].episodes, batch_size=batch_size, slots=slots)
     print(
       f"{schedule:8}{m.trajectories_per_s:9.1f}{s.trajectories_per_s:11.1f}{m.engine_busy_fraction:13.0%}"
       f"{m.learner_busy_fraction:14.0%}{m.staleness_mean:11.2f}{s.staleness_mean:13.2f}{m.dropped_stale:9d}"
@@ -293,13 +294,16 @@ def run(*, batch_size: int, slots: int, steps: int, warmup_steps: int) -> dict[s
   speed = {schedule: m.trajectories_per_s for schedule, m in measured.items()}
   speedup = speed["async"] / speed["sync"]
   expected = simulated["async"].trajectories_per_s / simulated["sync"].trajectories_per_s
-  print(f"async is {speedup:.2f} times sync (simulated: {expected:.2f})")
+  apart = predict("async", alone, alone.episodes, batch_size=batch_size, slots=slots).trajectories_per_s
+  separate = apart / simulated["sync"].trajectories_per_s
+  print(f"async is {speedup:.2f} times sync (simulated: {expected:.2f}; on machines of their own: {separate:.2f})")
   return {
     "trajectories_per_s": speed,
     "speedup_async_over_sync": speedup,
     "speedup_async_over_group": speed["async"] / speed["group"],
     "simulated_speedup": expected,
     "share_of_simulated": speedup / expected,
+    "share_of_separate": speedup / separate,
     "staleness_mean": {schedule: m.staleness_mean for schedule, m in measured.items()},
     "engine_busy_fraction": {schedule: m.engine_busy_fraction for schedule, m in measured.items()},
     "learner_busy_fraction": {schedule: m.learner_busy_fraction for schedule, m in measured.items()},

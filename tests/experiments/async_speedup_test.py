@@ -21,10 +21,10 @@ def test_run(monkeypatch):
     return dataclasses.replace(config, policy=dataclasses.replace(config.policy, num_layers=1))
 
   monkeypatch.setattr(async_speedup, "make_config", shallow)
-  result = async_speedup.run(batch_size=8, slots=8, steps=2, warmup_steps=1)
+  result = async_speedup.run(batch_size=8, slots=8, steps=4, warmup_steps=1)  # more than a full queue holds
   assert {
     "trajectories_per_s", "speedup_async_over_sync", "speedup_async_over_group", "simulated_speedup",
-    "share_of_simulated", "staleness_mean",
+    "share_of_simulated", "share_of_separate", "staleness_mean",
   } <= set(result)  # fmt: skip
   speed = result["trajectories_per_s"]
   assert set(speed) == {"sync", "group", "async"} and min(speed.values()) > 0

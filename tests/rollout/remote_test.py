@@ -115,13 +115,15 @@ def test_weights_change_within_a_trajectory(url, root, protocol):
   with remote(url, root, make_env=lambda: Echo(6), protocol=protocol, **changes) as engine:
     thread = EngineThread(engine, weights=store, next_request=lambda: requests(1, next(ids))[0], emit=done.append)
     thread.start()
-    version = 0
+    version = tokens = 0
     deadline = time.monotonic() + 150
     while sum(x.mixed_versions for x in done) < 5 and time.monotonic() < deadline:
       thread.check()
       time.sleep(0.02)
-      if version < 39 and engine.counters["weight_updates"] == version:
-        version += 1
+      counters = engine.counters
+      # An answer during which weights change twice is asked for again: each version gets the time to write one.
+      if version < 39 and counters["weight_updates"] == version and counters["tokens_generated"] > tokens:
+        version, tokens = version + 1, counters["tokens_generated"]
         store.publish(PARAMS[version], version)
     thread.stop()
     assert engine.counters["failed_episodes"] == 0
