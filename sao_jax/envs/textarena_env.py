@@ -65,12 +65,18 @@ class TextArena(TextGame):
     self._draws_when_made = self._random_state != random.Random(0).getstate()
 
   def start(self, task_index: int) -> str:
+    from textarena.state import SinglePlayerState
+
     if self._draws_when_made:
       self._env = self._with_own_random(self._make, seed=task_index)
     try:
       self._with_own_random(lambda: self._env.reset(num_players=1, seed=task_index), seed=task_index)
     except AssertionError as error:
       raise ValueError(f"game must be one for a single player; {self.config.game!r} is not: {error}.") from error
+    if not isinstance(self._env.state, SinglePlayerState):
+      # Some (MarketEntryGame) begin with one player all the same, and look for the next one for ever.
+      kind = type(self._env.state).__name__
+      raise ValueError(f"game must be one for a single player; {self.config.game!r} is not: its state is a {kind}.")
     return self._with_own_random(self._messages)
 
   def play(self, text: str) -> Reply:

@@ -171,5 +171,6 @@ def test_countdown_is_won_by_a_way_to_its_target() -> None:
 def test_other_games_are_refused() -> None:
   with pytest.raises(ValueError, match="game must be one of TextArena's; received 'Nonsense-v0'"):
     make("Nonsense-v0")
-  with pytest.raises(ValueError, match="game must be one for a single player; 'TicTacToe-v0' is not"):
-    make("TicTacToe-v0").reset(0)
+  for game in ("TicTacToe-v0", "MarketEntryGame-v0"):  # the second begins with one player, and never ends a move
+    with pytest.raises(ValueError, match=f"game must be one for a single player; '{game}' is not"):
+      make(game).reset(0)
