@@ -9,7 +9,7 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# The same for all of a process: what Ray has once read it keeps, and a cluster of the other mode kills its actors at once.
+# The same for all of a process: Ray keeps what it has once read, and a cluster of the other mode kills its actors.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   # What one test, worker or child process has compiled, the others read back.

@@ -14,7 +14,7 @@ import re
 import resource
 import signal
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 _MEMORY_BYTES = 1 << 30
 
@@ -24,6 +24,16 @@ _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3}|[A-Za-z]{2}\s+[A-Za-z]{2}|\b(?:pi|ln)\b|\*\*")
 """What a bare LaTeX expression does not hold, its commands apart: words, and the powers of programs."""
 _MAX_CHARS = 1000
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_MARK = re.compile(rf"(?P<box>{_BOX.pattern})|\\.|[{{}}]", re.DOTALL)
+_JOIN = re.compile(r"(?:[\s$,;]|\\[\[\]()]|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\})*")
+"""Between boxes that together are one answer: `\\boxed{1}$ and $\\boxed{2}`."""
+_CANDIDATES = re.compile(
+  r"\\(?:equiv|(?:[Ll]ong)?[Rr]ightarrow|to|implies|iff|mid|sim|lor|vee|land|wedge|cup|cap|in)\b|[=&?]|\.\s|\s\|\s"
+)
+"""What stands between candidates; of some of these math-verify reads one side only."""
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
+_DIGITS = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def delimited(text: str) -> str:
@@ -40,13 +50,56 @@ def delimited(text: str) -> str:
   return text if _WORD.search(_COMMAND.sub(" ", bare)) else f"${bare}$"
 
 
+def last_box(text: str) -> str:
+  """The last box, or boxes if only commas, "and" and the like stand between them; a text without boxes as it is.
+
+  A box inside a box is a part of it. A last box that does not end leaves nothing that could be read.
+
+  >>> last_box("\\\\boxed{71} no, \\\\boxed{70}."), last_box("$\\\\boxed{1}$ and $\\\\boxed{2}$"), last_box("It is 12.")
+  ('\\\\boxed{70}', '\\\\boxed{1}, \\\\boxed{2}', 'It is 12.')
+  """
+  opened: list[tuple[bool, int, int]] = []  # whether it is a box, where it begins, where its content does
+  boxes: list[tuple[int, int, int]] = []  # where it begins, where its content does, where that ends
+  for mark in _MARK.finditer(text):
+    if mark["box"] or mark[0] == "{":
+      opened.append((bool(mark["box"]), mark.start(), mark.end()))
+    elif mark[0] == "}" and opened:
+      is_box, start, content = opened.pop()
+      if is_box:
+        while boxes and boxes[-1][0] > start:
+          boxes.pop()
+        boxes.append((start, content, mark.start()))
+  broken = max((start for is_box, start, _ in opened if is_box), default=-1)
+  if not boxes or broken > boxes[-1][0]:
+    return text if broken < 0 else ""
+  first = len(boxes) - 1
+  while first and _JOIN.fullmatch(text, boxes[first - 1][2] + 1, boxes[first][0]):
+    first -= 1
+  return ", ".join("\\boxed{" + _BOX.sub("{", text[content:end]) + "}" for _, content, end in boxes[first:])
+
+
 def equal(gold: str, answer: str) -> bool:
-  """Whether both can be read and math-verify finds them equal."""
+  """Whether both can be read and math-verify finds them equal; of a number, that no other one stands beside it."""
   import math_verify
 
+  def parse(text: str) -> list[Any]:
+    return math_verify.parse(text, parsing_timeout=None)
+
+  def same(found: list[Any]) -> bool:
+    return bool(math_verify.verify(wanted, found, timeout_seconds=None))
+
   try:
-    parsed = [math_verify.parse(text, parsing_timeout=None) for text in map(delimited, (gold, answer))]
-    return all(parsed) and bool(math_verify.verify(*parsed, timeout_seconds=None))
+    answer = last_box(answer)
+    wanted, found = parse(delimited(last_box(gold))), parse(delimited(answer))
+    if not wanted or not found or not same(found):
+      return False
+    if not getattr(wanted[0], "is_number", False):
+      return True
+    # "71 \\to 70" would be read as 70: every number that stands by itself must be the one that is wanted.
+    others = [f"${part}$" for part in _CANDIDATES.split(str(found[-1]))]
+    others = others if len(others) > 1 else []
+    others += [digits for part in _TEXT.findall(answer) for digits in _DIGITS.findall(part)]
+    return all(same(x) for x in map(parse, others) if x and getattr(x[0], "is_number", False))
   except Exception as error:  # noqa: BLE001 (out of memory, too deep, or a fault of the parser: it cannot be read)
     logging.getLogger(__name__).debug("an answer could not be read: %r", error)
     return False

@@ -40,7 +40,9 @@ class MathGrader:
     """Compares a reference answer with a given one.
 
     Both may be a bare LaTeX expression, or text that holds one in `$...$` or `\\boxed{...}`; of a text without either,
-    the last number counts. An answer that cannot be read is wrong. The order matters: the reference comes first.
+    the last number counts. Of several boxes the last counts; those that only commas or "and" separate are one list. An
+    answer that cannot be read is wrong, as is one with another number beside the right one (`\\boxed{71 \\to 70}`). The
+    order matters: the reference comes first.
 
     Raises:
       RuntimeError: the grading process does not start (is math-verify installed?).

@@ -112,8 +112,49 @@ def test_bare_expressions_count_as_a_whole(grader: MathGrader, gold: str, answer
 
 
 @pytest.mark.parametrize(
+  ("gold", "answer", "equal"),
+  [
+    ("70", "\\boxed{71} no, \\boxed{70}", True),
+    ("70", "\\boxed{70} no, \\boxed{71}", False),
+    ("70", "$\\boxed{71}$. Wait.\n$$\\boxed{x = 70}$$ since 2 * 35 is not 71.", True),
+    ("70", "\\boxed{70} no, \\boxed{7", False),
+    ("70", "\\boxed{71 no, \\boxed{70}", True),
+    ("70", "\\boxed{\\fbox{70}}", True),
+    ("$\\frac{1}{2}$", "\\boxed{3} or rather $\\boxed{\\frac{1}{2}}$", True),
+    ("1,2", "$\\boxed{1}$ and $\\boxed{2}$", True),
+    ("70", "\\boxed{70}, \\boxed{71}", False),
+    ("70", "\\boxed{71} \\boxed{70}", False),
+  ],
+)
+def test_the_last_box_counts(grader: MathGrader, gold: str, answer: str, equal: bool) -> None:
+  assert grader.is_equal(gold, answer) == equal
+
+
+@pytest.mark.parametrize(
+  "content",
+  [
+    "70, 71", "71 \\text{ or } 70", "71; 70", "\\{70, 71\\}", "71 \\to 70", "71 = 70", "x = 71 = 70", "71. 70",
+    "71? 70", "71 \\mid 70", "71 | 70", "71 & 70", "71 \\lor 70", "71 \\cup 70", "71\\boxed{70}", "70 \\text{ (or 71)}",
+    "\\pm 70",
+  ],
+)  # fmt: skip
+def test_a_list_of_candidates_is_no_answer(grader: MathGrader, content: str) -> None:
+  assert not grader.is_equal("70", f"\\boxed{{{content}}}")
+
+
+@pytest.mark.parametrize(
+  "content",
+  ["x = y = 70", "35 \\cdot 2 = 70", "70 \\text{ cm}^2", "70 \\approx 70.1", "|-70|"],
+)
+def test_a_way_to_the_answer_is_no_list(grader: MathGrader, content: str) -> None:
+  assert grader.is_equal("70", f"\\boxed{{{content}}}")
+
+
+@pytest.mark.parametrize(
   "answer",
   [
+    "\\boxed{" * 100_000,
+    "\\boxed{" * 20_000 + "5" + "}" * 19_999,
     "$10^{10^{10}}$",
     "$(((10)^{100})!)!$",
     "$" + "(" * 5000 + "1" + ")" * 5000 + "$",
