@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.domains import chat
+from experiments.domains import chat, problem_file
+from sao_jax.envs.reasoning_gym_env import check_task
 from sao_jax.types import Domain
 
 
@@ -39,6 +39,7 @@ def default_runs(name: str) -> int:
     ValueError: unknown name.
   """
   if name.startswith(REASONING_GYM):
+    check_task(name.removeprefix(REASONING_GYM))
     return 1
   if name not in BENCHMARKS:
     raise ValueError(f"benchmark must be one of {', '.join(BENCHMARKS)} or {REASONING_GYM}TASK; received {name!r}.")
@@ -92,11 +93,11 @@ def published_fields(benchmark: str, data: str) -> tuple[str, str]:
   Raises:
     ValueError: none.
   """
-  first = pathlib.Path(data).read_text(encoding="utf-8").partition("\n")[0]
+  number, first = next(problem_file.lines(data), (1, ""))
   try:
     row = json.loads(first)
-  except ValueError as error:
-    raise ValueError(f"{data}, line 1: a JSON object is wanted; received {first[:80]!r}.") from error
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{data}, line {number}: a JSON object is wanted; received {first[:80]!r}.") from error
   for pair in BENCHMARKS[benchmark].fields:
     if isinstance(row, dict) and set(pair) <= set(row):
       return pair

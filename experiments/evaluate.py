@@ -10,12 +10,14 @@ top-p 1, up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs. Answers
 
 Every sample is written to `OUT/samples.jsonl` as it ends; the same command goes on where it was stopped, with the same
 samples as if it had not been, and refuses a checkpoint or problems that have changed since. Episodes of all runs are
-decoded together, `--num_slots` at a time.
+decoded together, `--num_slots` at a time. The interval is over problems: `evaluation.interval_over_problems`. A problem
+that a file holds twice counts twice, with a warning; an empty answer is refused.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -97,12 +99,40 @@ def check(options: Any, given: Sequence[str]) -> None:
   of, others = ("checkpoint", OF_BENCHMARKS) if options.checkpoint is None else ("workdir", OF_RUNS)
   if wrong := [name for name in given if name in others]:
     raise app.UsageError(f"--{wrong[0]} needs --{of}: a run is evaluated on its own tasks, with its own settings.")
-  if options.checkpoint is not None and (options.benchmark is None or options.out is None):
+  if options.checkpoint is None:
+    return
+  if options.benchmark is None or options.out is None:
     raise app.UsageError("--checkpoint needs --benchmark and --out.")
+  try:
+    benchmark_sets.default_runs(options.benchmark)
+  except ValueError as error:
+    raise app.UsageError(f"--benchmark: {error}") from error
+  if "settings" in given:
+    parse_settings(options.settings)
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+  """The dictionary that `--settings` holds.
+
+  Raises:
+    UsageError: it is none.
+  """
+  try:
+    settings = ast.literal_eval(text)
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    settings = None
+  if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
+    raise app.UsageError(f"--settings must be a Python dictionary such as {{'min_terms': 2}}; received {text!r}.")
+  return settings
 
 
 def evaluate_run(workdir: pathlib.Path, episodes: int | None, samples: str | None) -> None:
-  """Prints the success of a run's newest policy on its held-out tasks."""
+  """Prints the success of a run's newest policy on its held-out tasks.
+
+  Raises:
+    ValueError: the workdir holds no checkpoint.
+    RuntimeError: every episode failed.
+  """
   config = config_flags.from_config_dict(RunConfig, json.loads((workdir / "config.json").read_bytes()))
   with Components(config, make_domain(config)) as parts:
     step, policy = restore_policy(parts, workdir)
@@ -110,6 +140,8 @@ def evaluate_run(workdir: pathlib.Path, episodes: int | None, samples: str | Non
     result = evaluation.evaluate(
       parts.rollouts, parts.domain, weights, num_episodes=episodes or config.eval_episodes, version=step
     )
+    if result.failed == result.n:
+      raise all_failed(result.n, parts)
   if samples is not None:
     trajectory_io.write(samples, result.trajectories, step=step)
   print(
@@ -126,13 +158,16 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
 
   Raises:
     ValueError: a setting that the benchmark or the engine refuses, or a folder that holds another evaluation.
+    RuntimeError: every episode failed; nothing is written.
   """
   out = pathlib.Path(options.out)
-  out.mkdir(parents=True, exist_ok=True)
   num_runs = options.num_runs or benchmark_sets.default_runs(options.benchmark)
   model, params = load(options.checkpoint, options.dtype)
   config = benchmark_config(options, model)
-  with workdir_lib.WorkdirLock(out):
+  # Before anything is written: what is wrong with the problems can be mended, and the same command given again.
+  domain = make_domain(config)
+  out.mkdir(parents=True, exist_ok=True)
+  with contextlib.closing(domain), workdir_lib.WorkdirLock(out):
     inputs = {name: fingerprint(x) for name in ("checkpoint", "data") if (x := getattr(options, name)) is not None}
     record = {**config_lib.to_json(config), "inputs": inputs}
     missing = {"inputs", *config_lib.comparison(config)["may_be_missing"]}
@@ -140,7 +175,7 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
     samples = out / "samples.jsonl"
     cut_after_step(samples, 0)  # of a kill there may be half a line at the end
     known = trajectory_io.read(samples) if samples.exists() else []
-    with Components(config, make_domain(config)) as parts:
+    with Components(config, domain) as parts:
       weights = parts.placement.for_engine(parts.placement.put(params))
       file = JsonlFile(samples)
       try:
@@ -150,8 +185,11 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
         )  # fmt: skip
       finally:
         file.close()
+      if result.failed == num_runs * result.num_problems:
+        (out / "config.json").unlink()  # There are no samples that other settings would not fit.
+        raise all_failed(result.failed, parts)
   row = {"benchmark": options.benchmark, "checkpoint": options.checkpoint, **dataclasses.asdict(result)}
-  (out / "result.json").write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+  (out / "result.json").write_text(json.dumps(row, indent=2, allow_nan=False) + "\n", encoding="utf-8")
   return result
 
 
@@ -189,7 +227,7 @@ def benchmark_config(options: Any, model: models.ModelConfig) -> RunConfig:
         "tool": options.tool,
         "max_turns": options.max_turns,
         "num_tasks": options.num_tasks,
-        "settings": ast.literal_eval(options.settings),
+        "settings": parse_settings(options.settings),
       },
     ),
   )
@@ -201,6 +239,14 @@ def describe(result: evaluation.PassAtOne) -> str:
     f"pass@1 {result.mean:.3f} (95 % interval over problems {result.low:.3f} to {result.high:.3f}), mean of "
     f"{result.num_runs} runs of {result.num_problems} problems (least {min(result.by_run):.3f}, greatest "
     f"{max(result.by_run):.3f}), {result.turns_mean:.2f} turns, {result.truncated} truncated, {result.failed} failed"
+  )
+
+
+def all_failed(count: int, parts: Components) -> RuntimeError:
+  """The error that says of what kinds the failures were."""
+  kinds = ", ".join(f"{kind} ({n})" for kind, n in parts.rollouts.counters()["failed_by_kind"].items())
+  return RuntimeError(
+    f"all {count} episodes failed, so nothing was measured: {kinds}; the first of each is told above."
   )
 
 

@@ -92,7 +92,7 @@ def evaluate(
   )
 
 
-def wilson_interval(successes: int, n: int, *, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(successes: float, n: int, *, z: float = 1.959964) -> tuple[float, float]:
   """The Wilson score interval of a success rate: its ends stay in [0, 1], and 0 of n is not taken for certainty.
 
   (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n (Wilson 1927).
@@ -116,8 +116,7 @@ class PassAtOne:
 
   mean: float
   low: float
-  """Ends of the 95 % bootstrap interval over problems: all attempts at a problem are drawn together, so that attempts
-  at the same problem do not count as evidence about others."""
+  """Ends of the 95 % interval over problems, `interval_over_problems`."""
   high: float
   by_run: tuple[float, ...]
   num_runs: int
@@ -172,7 +171,7 @@ def evaluate_runs(
   solved = np.zeros((num_runs, n))
   for i, trajectory in done.items():
     solved[i // n, i % n] = trajectory.success
-  low, high = bootstrap_interval(solved.mean(axis=0))
+  low, high = interval_over_problems(solved.mean(axis=0))
   return PassAtOne(
     mean=float(solved.mean()),
     low=low,
@@ -184,6 +183,25 @@ def evaluate_runs(
     truncated=sum(x.ended == "truncated" for x in done.values()),
     failed=n * num_runs - len(done),
   )
+
+
+def interval_over_problems(rates: np.ndarray) -> tuple[float, float]:
+  """The 95 % interval of a mean success rate: a bootstrap over problems, or Wilson's where all problems are alike.
+
+  All attempts at a problem are drawn together, so that they do not count as evidence about other problems. Where every
+  problem has the same rate (none solved, all solved) each resample has the same mean, which is no certainty: there
+  Wilson's interval is taken, each problem as one attempt.
+
+  Args:
+    rates: `[problems]`, share of a problem's attempts that solved it.
+
+  >>> low, high = interval_over_problems(np.zeros(30))
+  >>> low, round(high, 3)
+  (0.0, 0.114)
+  """
+  if rates.size and (rates == rates[0]).all():
+    return wilson_interval(float(rates.sum()), rates.size)
+  return bootstrap_interval(rates)
 
 
 def bootstrap_interval(values: np.ndarray, *, resamples: int = 10_000) -> tuple[float, float]:

@@ -107,5 +107,24 @@ def test_interval_over_problems_is_scipys_bootstrap() -> None:
   found = evaluation.bootstrap_interval(values)
   want = scipy.stats.bootstrap((values,), np.mean, method="percentile", rng=0).confidence_interval
   np.testing.assert_allclose(found, (want.low, want.high), atol=0.01)
+  assert evaluation.interval_over_problems(values) == found
   with pytest.raises(ValueError, match=r"received shape \(0,\)"):
     evaluation.bootstrap_interval(np.zeros(0))
+  with pytest.raises(ValueError, match=r"received shape \(0,\)"):
+    evaluation.interval_over_problems(np.zeros(0))
+
+
+@pytest.mark.parametrize(("solved", "n"), [(0, 30), (30, 30), (0, 1)])
+def test_problems_that_are_all_alike_are_no_certainty(solved: int, n: int) -> None:
+  """Whatever the number of runs: attempts at the same problem say nothing about others."""
+  found = evaluation.interval_over_problems(np.full(n, solved / n))
+  want = scipy.stats.binomtest(solved, n).proportion_ci(method="wilson")
+  np.testing.assert_allclose(found, (want.low, want.high), atol=1e-6)
+  assert found[1] - found[0] > 0.1
+  low, high = evaluation.interval_over_problems(np.full(n, 0.3))
+  assert low < 0.3 < high
+
+
+def test_interval_of_runs_of_which_none_succeeds() -> None:
+  result = evaluation.evaluate_runs(PatternEngine(20, range(40)), tiny_domain(), None, num_runs=2)  # type: ignore[arg-type]
+  assert (result.mean, result.low, result.failed) == (0.0, 0.0, 40) and 0.1 < result.high < 0.2

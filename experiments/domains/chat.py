@@ -15,13 +15,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-from experiments.domains import standard
+from experiments.domains import problem_file, standard
 from experiments.domains.options import checked
 from sao_jax.envs.chat import ChatEnv, Question
 from sao_jax.envs.chat_game import ChatGame
@@ -60,6 +58,9 @@ def reasoning_gym(
     num_eval_tasks: held-out tasks, whose seeds lie above the training tasks'.
     template: switches of the chat template, such as `{"enable_thinking": False}`.
     **options: fields of `ReasoningGymConfig`; `task` is required.
+
+  Raises:
+    ValueError: a task, setting or other option that there is not.
   """
   if "task" not in options:
     raise ValueError("options of reasoning_gym must hold 'task', the name of a task set; received none.")
@@ -68,6 +69,7 @@ def reasoning_gym(
   train = checked(ReasoningGymConfig, options)
   # A problem's seed is the set's plus its number.
   held_out = dataclasses.replace(train, seed=train.seed + train.size, size=num_eval_tasks)
+  ReasoningGym(held_out)  # What it refuses is told here, not by every episode.
 
   def questions(split: Split) -> Callable[[int], Question]:
     game = ReasoningGym(train if split == "train" else held_out)
@@ -101,7 +103,7 @@ def math(
 
   Args:
     checkpoint: whose tokenizer and template are used.
-    train: a JSONL file of training problems.
+    train: a JSONL file of training problems (UTF-8). Problems that are there twice count twice, with a warning.
     held_out: a JSONL file of held-out problems.
     question_field: the field that holds the problem.
     answer_field: the field that holds the answer, text or a number.
@@ -112,11 +114,10 @@ def math(
     template: switches of the chat template.
 
   Raises:
-    ValueError: a file without problems, or a line without the fields.
+    ValueError: a file without problems, or a line without the fields or with an empty or not finite answer.
   """
-  problems = {
-    "train": _read(train, question_field, answer_field), "eval": _read(held_out, question_field, answer_field)
-  }  # fmt: skip
+  read = {path: problem_file.read(path, question_field, answer_field) for path in dict.fromkeys((train, held_out))}
+  problems = {"train": read[train], "eval": read[held_out]}
   grader = MathGrader()
 
   def questions(split: Split) -> Callable[[int], Question]:
@@ -197,25 +198,3 @@ def _score(game: ReasoningGym, said: str, answer: Answer) -> float:
   elif answer == "number":
     said = (_NUMBER.findall(said) or [""])[-1]
   return game.play(f"<answer>{said.strip()}</answer>").reward
-
-
-def _read(path: str, question_field: str, answer_field: str) -> list[tuple[str, str]]:
-  file, problems = pathlib.Path(path), []
-  if not file.is_file():
-    raise FileNotFoundError(f"env.options train and held_out must name JSONL files of problems; there is no {path!r}.")
-  for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-    try:
-      row = json.loads(line)
-      question, answer = row[question_field], row[answer_field]
-    except (ValueError, TypeError, KeyError) as error:
-      wanted = f"a JSON object with {question_field!r} and {answer_field!r}"
-      raise ValueError(f"{path}, line {number}: {wanted} is wanted; received {line[:80]!r}.") from error
-    if not isinstance(question, str) or isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-      raise ValueError(
-        f"{path}, line {number}: {question_field!r} must be text and {answer_field!r} text or a number; received "
-        f"{question!r} and {answer!r}."
-      )
-    problems.append((question, str(answer)))
-  if not problems:
-    raise ValueError(f"{path} holds no problem.")
-  return problems

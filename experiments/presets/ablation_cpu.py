@@ -1,6 +1,6 @@
 """The run that all arms of `experiments.ablate` share: a minute on one CPU core, so that arms x seeds fit in an hour.
 
-Problems of `experiments.domains.bisection`, a policy of 28,000 parameters. The schedule is `lagged`: a batch is begun
+Problems of `experiments.domains.bisection`, a policy of 27,000 parameters. The schedule is `lagged`: a batch is begun
 with weights that are four versions old and the engine goes one version up with every action, so that trajectories are
 of several versions, as in an asynchronous run, and yet a run repeats bit for bit.
 """

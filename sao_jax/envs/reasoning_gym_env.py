@@ -109,13 +109,20 @@ class ReasoningGym(TextGame):
     return score
 
 
+def check_task(name: str) -> None:
+  """Raises ValueError, with the names that there are, if the package has no task of that name."""
+  import reasoning_gym.factory
+
+  if name not in reasoning_gym.factory.DATASETS:
+    raise ValueError(f"task must be one of {sorted(reasoning_gym.factory.DATASETS)}; received {name!r}.")
+
+
 def _make_dataset(config: ReasoningGymConfig) -> Any:
   import reasoning_gym
   from reasoning_gym.composite import DatasetSpec
-  from reasoning_gym.factory import DATASETS, create_curriculum, has_curriculum
+  from reasoning_gym.factory import create_curriculum, has_curriculum
 
-  if config.task not in DATASETS:
-    raise ValueError(f"task must be one of {sorted(DATASETS)}; received {config.task!r}.")
+  check_task(config.task)
   settings: dict[str, Any] = {}
   if config.level is not None or config.attribute_levels:
     if not has_curriculum(config.task):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from absl import logging
 
-from experiments.domains import chat
+from experiments.domains import chat, problem_file
 from sao_jax.envs.coding_tasks import read_human_eval
 from tests.experiments.chat_checkpoint import write_tokenizer
 
@@ -86,12 +87,39 @@ def test_math(checkpoint, tmp_path):
     (['{"problem": "x"}'], "line 1: a JSON object"),
     (["[1]"], "line 1: a JSON object"),
     (['{"problem": 1, "answer": true}'], "received 1 and True"),
+    (['{"problem": "x", "answer": 1}', '{"problem": "y", "answer": NaN}'], "line 2: .* a finite number.* and nan"),
+    (['{"problem": "x", "answer": 1e999}'], "line 1: .* a finite number.* and inf"),
+    (['{"problem": "x", "answer": " "}'], "line 1: .* neither of them empty; received 'x' and ' '"),
+    (['{"problem": "x", "answer": "NaN"}'], "line 1: .* received 'x' and 'NaN'"),
+    (['{"problem": "", "answer": "1"}'], "line 1: .* received '' and '1'"),
   ],
 )
 def test_bad_problem_files(checkpoint, tmp_path, rows, message):
   path = write(tmp_path / "x.jsonl", *rows)
   with pytest.raises(ValueError, match=message):
     chat.math(checkpoint=checkpoint, train=path, held_out=path)
+
+
+def test_problem_files_as_others_write_them(tmp_path):
+  """A byte order mark, \\r\\n, empty lines, and what str.splitlines takes for the end of a line inside a string."""
+  path = tmp_path / "x.jsonl"
+  text = '{"problem": "a\u2028b\x85c", "answer": 1}\r\n\r\n{"problem": "d", "answer": "\\u00bd"}\n\n'
+  path.write_bytes(text.encode("utf-8-sig"))
+  assert problem_file.read(str(path), "problem", "answer") == [("a\u2028b\x85c", "1"), ("d", "½")]
+  assert [number for number, _ in problem_file.lines(str(path))] == [1, 3]
+
+
+def test_problems_that_are_there_twice_are_told(tmp_path, monkeypatch):
+  told = []
+  monkeypatch.setattr(logging, "warning", lambda message, *values: told.append(message % values))
+  rows = [{"problem": name, "answer": i} for i, name in enumerate("abcbb")]
+  path = write(tmp_path / "x.jsonl", *rows)
+  assert len(problem_file.read(path, "problem", "answer")) == 5
+  assert told == [
+    f"{path}: 2 of 5 problems are there before (line 4 is the problem of line 2, for one); each line counts."
+  ]
+  problem_file.read(write(tmp_path / "y.jsonl", *rows[:3]), "problem", "answer")
+  assert len(told) == 1
 
 
 def test_bad_options(checkpoint):
@@ -101,6 +129,11 @@ def test_bad_options(checkpoint):
     chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", answer="guess")
   with pytest.raises(ValueError, match="unknown options of ReasoningGymConfig: tasks"):
     chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", tasks=1)
+  # Before any episode begins.
+  with pytest.raises(ValueError, match=r"task must be one of .*; received 'nope'"):
+    chat.reasoning_gym(checkpoint=checkpoint, task="nope")
+  with pytest.raises(ValueError, match="settings do not fit task 'chain_sum'"):
+    chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", settings={"nope": 1})
 
 
 def test_coding_is_a_conversation(checkpoint):

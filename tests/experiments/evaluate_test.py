@@ -32,6 +32,13 @@ def write(path, rows):
   return str(path)
 
 
+def with_mark(path):
+  """The same file with a byte order mark and an empty line before all others."""
+  text = pathlib.Path(path).read_text(encoding="utf-8")
+  pathlib.Path(path).write_text("\n" + text, encoding="utf-8-sig")
+  return path
+
+
 @pytest.mark.parametrize(
   ("name", "right"), [("AIME2025", "2"), ("HMMT", "0.5"), ("BeyondAIME", "7"), ("IMOAnswerBench", "1024")]
 )
@@ -63,6 +70,7 @@ def test_what_is_no_benchmark_is_refused(tmp_path):
   data = write(tmp_path / "x.jsonl", PROBLEMS["IMOAnswerBench"])
   with pytest.raises(ValueError, match="lines of HMMT must have 'problem' and 'answer'; the first has"):
     benchmark_sets.published_fields("HMMT", data)
+  assert benchmark_sets.published_fields("IMOAnswerBench", with_mark(data)) == ("Problem", "Short Answer")
   common = {"checkpoint": "", "max_turns": 1, "tool": False}
   with pytest.raises(ValueError, match="data must name the JSONL file of HMMT"):
     benchmark_sets.make_domain(benchmark="HMMT", data=None, **common)
@@ -112,6 +120,19 @@ def test_samples_are_written_and_a_stopped_evaluation_goes_on(tokenizer_director
   options.top_p, options.max_turns = 1.0, 3
   with pytest.raises(ValueError, match="max_turns"):
     evaluate.evaluate_benchmark(options)
+  # No episode has room for its prompt: that is no measurement, and leaves nothing that stands in the way of the next.
+  options.out, options.max_len = str(tmp_path / "short"), 20
+  with pytest.raises(RuntimeError, match=r"all 6 episodes failed, so nothing was measured: prompt_too_long \(6\)"):
+    evaluate.evaluate_benchmark(options)
+  assert not (tmp_path / "short" / "result.json").exists() and not (tmp_path / "short" / "config.json").exists()
+  write(tmp_path / "aime.jsonl", [{"problem": "x", "answer": ""}])
+  options.out = str(tmp_path / "new")
+  with pytest.raises(ValueError, match=r"line 1: .* neither of them empty"):
+    evaluate.evaluate_benchmark(options)
+  assert not (tmp_path / "new").exists()
+
+
+GYM = {"checkpoint": "c", "benchmark": "reasoning_gym:chain_sum", "out": "o"}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +144,10 @@ def test_samples_are_written_and_a_stopped_evaluation_goes_on(tokenizer_director
     ({"workdir": "w", "top_p": 0.9}, "--top_p needs --checkpoint: a run is evaluated .* with its own settings"),
     ({"checkpoint": "c", "benchmark": "HMMT", "out": "o", "episodes": 9}, "--episodes needs --workdir"),
     ({"checkpoint": "c", "benchmark": "HMMT"}, "--checkpoint needs --benchmark and --out"),
+    ({"checkpoint": "c", "benchmark": "AIME", "out": "o"}, "--benchmark: benchmark must be one of AIME2025"),
+    ({"checkpoint": "c", "benchmark": "reasoning_gym:nope", "out": "o"}, r"task must be one of \['.*received 'nope'"),
+    ({**GYM, "settings": "{bad"}, r"--settings must be a Python dictionary .*; received '\{bad'"),
+    ({**GYM, "settings": "[1]"}, r"--settings must be a Python dictionary .*; received '\[1\]'"),
   ],
 )
 def test_flags_that_do_not_go_together_are_refused(given, message):

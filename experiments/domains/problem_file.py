@@ -1,0 +1,73 @@
+"""JSONL files of problems with short answers, as data sets are published."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from absl import logging
+
+
+def lines(path: str) -> Iterator[tuple[int, str]]:
+  """Yields `(line number, line)` of a text file in UTF-8 with or without a byte order mark; empty lines are left out.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+  """
+  file = pathlib.Path(path)
+  if not file.is_file():
+    raise FileNotFoundError(f"env.options train and held_out must name JSONL files of problems; there is no {path!r}.")
+  # Not splitlines: a JSON string may hold other line separators as they are.
+  for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
+    if line.strip():
+      yield number, line.removesuffix("\r")
+
+
+def read(path: str, question_field: str, answer_field: str) -> list[tuple[str, str]]:
+  """Problems and their answers, in the file's order. Problems that are there twice are kept, with a warning.
+
+  Args:
+    path: the file.
+    question_field: the field that holds the problem.
+    answer_field: the field that holds the answer, text or a number.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: a line without the fields, an empty problem or answer, an answer that is no number (NaN), no problem.
+  """
+  problems: list[tuple[str, str]] = []
+  first: dict[str, int] = {}
+  again: list[tuple[int, int]] = []
+  for number, line in lines(path):
+    try:
+      row = json.loads(line)
+      question, answer = row[question_field], row[answer_field]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+      wanted = f"a JSON object with {question_field!r} and {answer_field!r}"
+      raise ValueError(f"{path}, line {number}: {wanted} is wanted; received {line[:80]!r}.") from error
+    if not _is_problem(question, answer):
+      raise ValueError(
+        f"{path}, line {number}: {question_field!r} must be text and {answer_field!r} text or a finite number, neither "
+        f"of them empty; received {question!r} and {answer!r}."
+      )
+    if question in first:
+      again.append((first[question], number))
+    first.setdefault(question, number)
+    problems.append((question, str(answer)))
+  if not problems:
+    raise ValueError(f"{path} holds no problem.")
+  if again:
+    message = "%s: %d of %d problems are there before (line %d is the problem of line %d, for one); each line counts."
+    logging.warning(message, path, len(again), len(problems), again[0][1], again[0][0])
+  return problems
+
+
+def _is_problem(question: Any, answer: Any) -> bool:
+  if not isinstance(question, str) or not question.strip() or isinstance(answer, bool):
+    return False
+  if isinstance(answer, str):  # "nan": what is missing, as some programs write it
+    return answer.strip().lower() not in ("", "nan")
+  return isinstance(answer, int) or (isinstance(answer, float) and math.isfinite(answer))
