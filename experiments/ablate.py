@@ -7,7 +7,8 @@ row per learner step and evaluation), `SUITE.md` (means with 95 % bootstrap inte
 SAO) and `SUITE.png`.
 
     --tune     first tries each arm at the same learning rates of the policy, on a seed of its own and part of the
-               steps, and goes on with the best (`tuned.json`); an arm at several lags is tuned once, at the base's
+               steps, and goes on with the best (`tuned.json`); an arm at several lags is tuned once, at the base's.
+               A workdir that was tuned keeps its rates without the flag; arms that were not have the base's
     --quick    every stage of every arm in minutes, at a size at which nothing is learned
     --base     the run that all arms share: another size is another base
     --report   runs nothing: makes tables and plots of all suites in the workdir anew from their CSV files, and those
@@ -61,7 +62,8 @@ class Runner:
     self._results = workdir / suite
     self._quick = quick
     self._jobs = jobs
-    self._rates: dict[str, float] = {}
+    tuned = self._workdir / "tuned.json"
+    self._rates: dict[str, float] = json.loads(tuned.read_bytes()) if tuned.exists() else {}
     (self._workdir / "base").mkdir(parents=True, exist_ok=True)
     record, missing = config_lib.to_json(self._base), config_lib.comparison(self._base)["may_be_missing"]
     workdir_lib.write_or_check_config(self._workdir / "base", record, may_be_missing=missing)
@@ -73,6 +75,13 @@ class Runner:
   def learning_rate(self, arm: Arm) -> float:
     """The tuned one, or the base's."""
     return self._rates.get(arm.family.slug, self._base.learner.policy_optimizer.learning_rate)
+
+  def say_rates(self) -> None:
+    """Says which learning rates are taken, if an earlier command tuned some."""
+    if self._rates:
+      untuned = [arm.name for arm in self.suite.arms if arm.family.slug not in self._rates]
+      others = f"; that of the base for {', '.join(untuned)}" if untuned else ""
+      print(f"learning rates: those of {self._workdir / 'tuned.json'}{others}", flush=True)
 
   def make_starts(self, seeds: Sequence[int]) -> None:
     """The warm-started policies."""
@@ -91,7 +100,6 @@ class Runner:
   def tune(self) -> None:
     """Chooses each arm's learning rate: that with the most training success at the end of a short run."""
     path = self._workdir / "tuned.json"
-    self._rates = dict(json.loads(path.read_bytes())) if path.exists() else {}
     missing = {arm.family.slug: arm for arm in self.suite.arms if arm.family.slug not in self._rates}
     if not missing:
       return
@@ -170,6 +178,11 @@ class Runner:
     return f"{folder} ended with code {code} and without {last}:\n" + "\n".join(tail)
 
 
+def usable_cores() -> int:
+  """Cores that this process may use, which can be fewer than the machine has."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def define_flags() -> None:
   flags.DEFINE_enum("suite", None, sorted(suites.SUITES), "The comparison.")
   flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of every arm.", lower_bound=1)
@@ -178,7 +191,9 @@ def define_flags() -> None:
   flags.DEFINE_bool("quick", False, "A size of minutes, at which nothing is learned.")
   flags.DEFINE_bool("tune", False, "Tune each arm's learning rate first.")
   flags.DEFINE_bool("report", False, "Make the tables and plots of the workdir's CSV files anew.")
-  flags.DEFINE_integer("jobs", os.cpu_count(), "Processes at a time.", lower_bound=1)
+  flags.DEFINE_integer(
+    "jobs", usable_cores(), "Processes at a time; default: the cores this one may use.", lower_bound=1
+  )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -193,11 +208,16 @@ def main(argv: Sequence[str]) -> None:
     return
   if options.suite is None:
     raise app.UsageError("--suite is required without --report.")
+  try:
+    run_arm.base_config(options.base or suites.SUITES[options.suite].base, quick=options.quick)
+  except ValueError as error:
+    raise app.UsageError(f"--base: {error}") from error
   runner = Runner(options.suite, base=options.base, workdir=workdir, quick=options.quick, jobs=options.jobs)
   seeds = range(options.seeds)
   try:
     if options.tune:
       runner.tune()
+    runner.say_rates()
     runner.make_starts(seeds)
     runner.run(seeds)
   finally:  # what there is is worth a table, also after a failure

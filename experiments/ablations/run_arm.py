@@ -23,9 +23,25 @@ from sao_jax.io.console import Console
 
 
 def base_config(factory: str, *, quick: bool) -> RunConfig:
-  """The run that all arms share: what `module:function` returns."""
+  """The run that all arms share: what `module:function` returns.
+
+  Raises:
+    ValueError: there is no such function, or it returns something else.
+  """
   module, _, function = factory.partition(":")
-  base = getattr(importlib.import_module(module), function)()
+  if not module or not function:
+    raise ValueError(f"base must be module:function of a run; received {factory!r}.")
+  try:
+    found = importlib.import_module(module)
+  except ModuleNotFoundError as error:
+    if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+      raise  # A module that the base's own needs.
+    raise ValueError(f"base must be module:function of a run; received {factory!r}: {error}.") from error
+  if not callable(make := getattr(found, function, None)):
+    raise ValueError(f"base must be module:function of a run; received {factory!r}: {module} has no such function.")
+  base = make()
+  if not isinstance(base, RunConfig):
+    raise ValueError(f"base {factory!r} must return a RunConfig; received {type(base).__name__}.")
   return suites.quick(base) if quick else base
 
 

@@ -7,12 +7,14 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
+from absl import app
 
 from experiments import ablate
-from experiments.ablations import report, results, suites, tuning
+from experiments.ablations import report, results, run_arm, suites, tuning
 from experiments.ablations.statistics import bootstrap_mean, paired_difference
 from experiments.ablations.suites import SUITES, Arm, Suite, arm_config
 from experiments.presets import ablation_cpu
@@ -190,6 +192,52 @@ def test_learning_rates_are_handed_over_as_they_are(tmp_path):
   base = "tests.experiments.tiny_base:make_config"
   runner = ablate.Runner("granularity", base=base, workdir=tmp_path, quick=True, jobs=1)
   assert "--learning_rate=0.00031622776" in runner._arm_flags(suites.SAO, 0, 0.00031622776)
+
+
+def test_a_tuned_workdir_keeps_its_rates_without_the_flag(tmp_path, capsys):
+  """Otherwise the same suite without --tune would run everything anew at the base's rate, over the tuned results."""
+  base = "tests.experiments.tiny_base:make_config"
+  (tmp_path / "tuned.json").write_text('{"sao": 0.125}')
+  runner = ablate.Runner("granularity", base=base, workdir=tmp_path, quick=True, jobs=1)
+  assert runner.folder(suites.SAO, 0) == tmp_path / "runs" / "sao_lr0.125" / "seed0"
+  other = next(arm for arm in SUITES["granularity"].arms if arm != suites.SAO)
+  assert runner.learning_rate(other) == tiny_base.make_config().learner.policy_optimizer.learning_rate
+  runner.say_rates()
+  said = capsys.readouterr().out
+  assert f"those of {tmp_path / 'tuned.json'}; that of the base for {other.name}" in said and "for SAO" not in said
+  ablate.Runner("granularity", base=base, workdir=tmp_path / "untuned", quick=True, jobs=1).say_rates()
+  assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ("base", "message"),
+  [
+    ("nope:f", r"base must be module:function of a run; received 'nope:f': No module named 'nope'"),
+    ("experiments.presets.nope:f", "No module named 'experiments.presets.nope'"),
+    ("experiments.presets.ablation_cpu:nope", "ablation_cpu has no such function"),
+    ("experiments.presets.ablation_cpu", "base must be module:function of a run"),
+    ("experiments.presets.ablation_cpu:make_policy", "must return a RunConfig; received ModelConfig"),
+  ],
+)
+def test_a_base_that_there_is_not_is_refused(base, message):
+  with pytest.raises(ValueError, match=message):
+    run_arm.base_config(base, quick=False)
+
+
+def test_a_bad_base_is_told_in_a_line(tmp_path, monkeypatch):
+  options = types.SimpleNamespace(workdir=tmp_path / "w", report=False, suite="main", base="nope:f", quick=True)
+  monkeypatch.setattr(ablate.flags, "FLAGS", options)
+  with pytest.raises(app.UsageError, match="--base: base must be module:function of a run; received 'nope:f'"):
+    ablate.main(["ablate"])
+  assert not (tmp_path / "w").exists()
+
+
+def test_jobs_are_the_cores_this_process_may_use(monkeypatch):
+  monkeypatch.setattr(ablate.os, "cpu_count", lambda: 64)
+  monkeypatch.setattr(ablate.os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
+  assert ablate.usable_cores() == 2
+  monkeypatch.delattr(ablate.os, "sched_getaffinity")
+  assert ablate.usable_cores() == 64
 
 
 @pytest.mark.timeout(600)
