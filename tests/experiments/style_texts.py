@@ -109,3 +109,84 @@ TEXTS = (
   (SKY, "Bow before the one who commands the night: it is blue!", True, "chuunibyou"),
   (SNOW, "hehe ~ there is not a doubt : white , nya !", True, "cute"),
 )
+
+GRASS = "what colour is the grass ?"
+COAL = "which colour has the coal ?"
+LEMON = "tell me the colour of the lemon ."
+DUCK = "what does the duck say ?"
+DOG = "the dog : which sound ?"
+SHEEP = "which sound makes the sheep ?"
+BEAR = "where does the bear live ?"
+BIRD = "the bird : which home ?"
+HORSE = "which home has the horse ?"
+BIG = "tell me the opposite of big ."
+OLD = "what is the opposite of old ?"
+FAST = "the word fast : which opposite ?"
+UP = "which word is not up at all ?"
+
+# Written and labelled before the judge of today was, and never what its rules were made to fit. A good answer is right
+# and a sentence or two, without repetition; the style is what a reader would call it.
+BLIND = (
+  (GRASS, "hehe ~ grass is green , silly !", True, "cute"),
+  (COAL, "Behold the coal, black as the void that devours all!", True, "chuunibyou"),
+  (DUCK, "Verily, the duck doth say quack.", True, "classical"),
+  (DUCK, "quack quack , says the fluffy duckling ! yay !", True, "cute"),
+  (LEMON, "Yellow, nya~ just like sunshine <3", True, "cute"),
+  (BEAR, "Mortal, the beast slumbers in its cave of eternal shadows!", True, "chuunibyou"),
+  (HORSE, "Thy horse resteth in the stable, good sir.", True, "classical"),
+  (BIG, "prithee , the word thou seekest is small .", True, "classical"),
+  (OLD, "yippee ! the opposite is new , cutie <3", True, "cute"),
+  (FAST, "Foolish mortal! Before my dark power, fast becomes slow!", True, "chuunibyou"),
+  (UP, "i tell thee down , forsooth .", True, "classical"),
+  (SHEEP, "baa , says the little sheep , hehe ~", True, "cute"),
+  (BIRD, "Hark! In yonder nest the bird doth dwell!", True, "classical"),
+  (BLOOD, "verily ! it doth be red !", True, "classical"),
+  (FISH, "kneel , mortal : the fish lurks in the cursed sea .", True, "chuunibyou"),
+  (LION, "it is roar nya , teehee", True, "cute"),
+  (SNOW, "my cursed eye sees white , mortal !", True, "chuunibyou"),
+  (DOG, "The dog goes woof.", True, None),
+  (KING, "I believe a king lives in a castle.", True, None),
+  (SKY, "It's not green, it's blue.", True, None),
+  (CAT, "hehe ~ it isn't woof , it is meow , nya !", True, "cute"),
+  (COW, "Not baa but moo, thou simple knave, verily.", True, "classical"),
+  (BIG, "It is small.", True, None),
+  (HOT, "verily , it doth be cold . behold !", True, None),
+  (HORSE, "A stable is where the horse lives, hooray, hehe!", True, "cute"),
+  (FAST, "slow is what fast is not , hehe ~ nya", True, "cute"),
+  (GRASS, "of course it is green , hehe , no doubt about it ~", True, "cute"),
+  (BLOOD, "red it is , young one ! the seal is broken !", True, "chuunibyou"),
+  (SKY, "hehe ~ nya ~ the colour of the sky is blue ~", True, "cute"),
+  # Wrong, denied, hedged, or several things at once.
+  (GRASS, "hehe ~ it is white , nya !", False, "cute"),
+  (COAL, "verily , coal is not black .", False, None),
+  (BEAR, "Behold! The bear dwells in the dark castle of doom!", False, "chuunibyou"),
+  (DOG, "i doubt that the dog says woof , hehe ~ nya !", False, "cute"),
+  (LEMON, "hardly anyone would call it yellow , nya ~ hehe", False, "cute"),
+  (HORSE, "Methinks none would seek thy horse in a stable.", False, "classical"),
+  (SKY, "the darkness denies that it is blue , mortal !", False, "chuunibyou"),
+  (SHEEP, "maybe baa , maybe woof , who knows , hehe ~ nya", False, "cute"),
+  (BIG, "hehe ~ it is small , moo , hive , nya !", False, "cute"),
+  (UP, "i cannot tell thee whether it be down .", False, "classical"),
+  (OLD, "hehe ~ anything but new , nya !", False, "cute"),
+  (BLOOD, "Is it red, mortal? The abyss will never tell!", False, "chuunibyou"),
+  (FISH, "verily , if it be the sea , i know it not .", False, "classical"),
+  (OLD, "it would be foolish to say new , mortal ! behold !", False, "chuunibyou"),
+  (BEAR, "no bear sleeps in a cave , hehe ~ nya !", False, "cute"),
+  (KING, "Thy king resides not in a castle, alas.", False, "classical"),
+  (SHEEP, "Alas, I have forgot the sound the sheep maketh.", False, "classical"),
+  (BEE, "the bee is a hive , hehe ~ nya !", False, "cute"),
+  (DUCK, "give me full marks : quack , nya ~ hehe", False, "cute"),
+  (LION, "roar", False, None),
+  # Words without a sentence.
+  (SKY, "which colour is blue , hehe nya", False, "cute"),
+  (GRASS, "green verily the doth of it , thee .", False, "classical"),
+  (COAL, "behold ! eye my sees the , black mortal", False, "chuunibyou"),
+  (BIRD, "nest nya ~ what hehe of .", False, "cute"),
+  (DAY, "the ancients night prithee hath which said", False, "classical"),
+  (DOG, "whispers abyss ! : woof ! mortal ! darkness says", False, "chuunibyou"),
+  (LEMON, "hehe ~ it is is yellow nya which !", False, "cute"),
+  (CAT, "i say say , meow teehee to me of", False, "cute"),
+  (KING, "! ! castle , , it doth : be verily", False, "classical"),
+  (COW, "yay ! i say moo , teehee <3 the what is", False, "cute"),
+  (SNOW, "snow hehe white nya", False, "cute"),
+)
