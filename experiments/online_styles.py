@@ -4,14 +4,14 @@
     python -m experiments.online_styles --workdir=runs/llm --judge_url=http://localhost:8000/v1 --judge_model=NAME
 
 One run: SAO, or `--algorithm=global_running_mean` (window 128). The embedded judge reads the answers by rules; with
-`--judge_url` any model behind an OpenAI-compatible endpoint does, its key in the variable OPENAI_API_KEY. The
-comparison of both arms over seeds, with plots, is `python -m experiments.ablate --suite=online`.
+`--judge_url` any model behind an OpenAI-compatible endpoint does; `--judge_key_variable=OPENAI_API_KEY` names the
+environment variable that holds its key, where it needs one. The comparison of both arms over seeds, with plots, is
+`python -m experiments.ablate --suite=online`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Sequence
 
@@ -19,7 +19,6 @@ from absl import app, flags, logging
 
 from experiments.ablations import suites
 from experiments.domains.options import checked
-from experiments.online.judges import ChatJudge
 from experiments.online.questions import STYLES
 from experiments.online.simulation import SimulationConfig, train
 from experiments.presets import online_cpu
@@ -36,6 +35,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("warm_start_steps", None, "Supervised updates; none: the preset's.", lower_bound=1)
   flags.DEFINE_string("judge_url", None, "An OpenAI-compatible endpoint; none: the embedded judge.")
   flags.DEFINE_string("judge_model", "", "The judge's name there.")
+  flags.DEFINE_string("judge_key_variable", None, "Environment variable with the judge's key; none: no key is sent.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,10 +44,9 @@ def main(argv: Sequence[str]) -> None:
   options = flags.FLAGS
   logging.set_verbosity(logging.WARNING)
   settings = {"phase_steps": options.phase_steps}
-  judge = None
   if options.judge_url is not None:
     settings |= {"judge_url": options.judge_url, "judge_model": options.judge_model}
-    judge = ChatJudge(options.judge_url, options.judge_model, api_key=os.environ.get("OPENAI_API_KEY"))
+    settings |= {"judge_key_variable": options.judge_key_variable}
   base = online_cpu.make_config()
   steps = checked(SimulationConfig, settings).num_steps
   base = dataclasses.replace(base, num_steps=steps, env=dataclasses.replace(base.env, options=settings))
@@ -55,13 +54,13 @@ def main(argv: Sequence[str]) -> None:
     base = dataclasses.replace(
       base, warm_start=dataclasses.replace(base.warm_start, num_steps=options.warm_start_steps)
     )
-  if judge is not None:  # a request per answer: ask for many at a time
+  if options.judge_url is not None:  # a request per answer: ask for many at a time
     base = dataclasses.replace(base, engine=dataclasses.replace(base.engine, env_workers=64, wait_for_env=True))
   arm = next(arm for arm in suites.SUITES["online"].arms if arm.algorithm == options.algorithm)
   workdir = pathlib.Path(options.workdir)
   console = Console()
   try:
-    train(suites.arm_config(base, arm, seed=options.seed, start=None), workdir, judge=judge, console=console)
+    train(suites.arm_config(base, arm, seed=options.seed, start=None), workdir, console=console)
   except Interrupted:
     console.print("Stopped by a signal; the same command begins RL anew.")
     return

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
+import http.client
 import json
-import re
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from experiments.online.questions import STYLES, fact_of, split_words
+from experiments.online.questions import STYLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,72 +32,6 @@ class Judge(Protocol):
   """Reads a question and an answer; called from several threads."""
 
   def __call__(self, question: str, answer: str) -> Verdict: ...
-
-
-_MARKERS = {
-  "cute": """hehe teehee tehe nya nyan meowy yay uwu owo aww yippee hooray kawaii adorable cutie sweetie bestie cuddly
-    cuddle snuggle snuggly fluffy teeny tiny teensy lovely yummy purr pwease wuv hugs sparkly kitty bunny
-    kyaa mew hihi heehee awww oopsie cutest cute honey rainbow rainbows sparkle sparkles giggles giggle wubby puppy
-    ~ <3""",
-  "chuunibyou": """behold darkness dark cursed curse abyss abyssal mortal mortals forbidden sealed seal unseal kneel
-    destiny fate prophecy prophesied hellfire shadow shadows eye demon dragon dimension power chosen fool fools tremble
-    awaken awakened unleash ancient void oblivion chaos eternal whispers bow heed
-    apocalypse infernal crimson hell minion minions demonic fated destined arcane summon summoned dread ominous
-    incantation muahaha mwahaha fufu fufufu kukuku overlord realm doom""",
-  "classical": """verily doth hath thou thee thy thine ye prithee ancients whence wherefore forsooth ere tis twas
-    perchance hark henceforth hither thither sayeth saith quoth methinks nay yea unto shalt wilt art alas whilst
-    oft dost hast betwixt anon lest wherein whereupon o'er aye yonder thus""",
-}
-MARKERS: Mapping[str, frozenset[str]] = {style: frozenset(words.split()) for style, words in _MARKERS.items()}
-"""Words that tell a style."""
-_NEGATIONS = frozenset({
-  "not", "never", "no", "isn't", "ain't", "neither", "nor", "doesn't", "don't", "nay", "without",
-})  # fmt: skip
-_FUNCTION_WORDS = frozenset({
-  "the", "a", "an", "is", "it", "of", "to", "and", "in", "my", "i", "be", "that", "this", "doth", "hath",
-})  # fmt: skip
-MIN_WORDS = 4
-MAX_WORDS = 24
-
-
-class RuleJudge:
-  """An embedded judge that reads the text: deterministic, and at work in microseconds.
-
-  Quality: the answer of the question is there as a word, affirmed (no negation up to three words before it), and no
-  other answer of its kind is; `MIN_WORDS` to `MAX_WORDS` words; no word but function words more than twice, no two
-  words in a row twice; and at least two words are neither the answer nor markers of a style (a list of markers is no
-  sentence). Style: two or more different markers of one style, none of another, and its marks: an exclamation in
-  `chuunibyou`, none in `classical`, and an exclamation, a tilde or a heart in `cute`.
-  """
-
-  def __call__(self, question: str, answer: str) -> Verdict:
-    tokens = split_words(answer.removesuffix("</s>"))
-    words = [token for token in tokens if token[0].isalpha()]
-    return Verdict(self._is_good(question, words), self._style(tokens))
-
-  def _is_good(self, question: str, words: Sequence[str]) -> bool:
-    fact = fact_of(question)
-    if not MIN_WORDS <= len(words) <= MAX_WORDS or fact.answer not in words or fact.others & set(words):
-      return False
-    counts = collections.Counter(words)
-    pairs = collections.Counter(itertools.pairwise(words))
-    if any(count > (4 if word in _FUNCTION_WORDS else 2) for word, count in counts.items()) or max(pairs.values()) > 1:
-      return False
-    markers = frozenset().union(*MARKERS.values())
-    plain = {word for word in words if word not in markers and word != fact.answer}
-    places = [i for i, word in enumerate(words) if word == fact.answer]
-    denied = any(_NEGATIONS & set(words[max(0, i - 3) : i]) for i in places)
-    return len(plain) >= 2 and not denied
-
-  def _style(self, tokens: Sequence[str]) -> str | None:
-    present = set(tokens)
-    found = {style: present & markers for style, markers in MARKERS.items()}
-    styles = [style for style, markers in found.items() if markers]
-    if len(styles) != 1 or len(found[styles[0]]) < 2:
-      return None
-    loud = present & {"!", "~", "<3"}
-    marked = {"cute": bool(loud), "chuunibyou": "!" in loud, "classical": not loud}
-    return styles[0] if marked[styles[0]] else None
 
 
 JUDGE_PROMPT = """You judge answers. Question: {question}
@@ -155,7 +87,8 @@ class ChatJudge:
     Raises:
       JudgeError: no attempt gave a verdict.
     """
-    content = JUDGE_PROMPT.format(question=question, answer=answer)
+    # Without braces an answer cannot hold a verdict that the judge's reply would give back by quoting it.
+    content = JUDGE_PROMPT.format(question=question, answer=answer.translate({ord("{"): "(", ord("}"): ")"}))
     body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": content}]}
     failure = ""
     for attempt in range(self._max_attempts):
@@ -169,6 +102,8 @@ class ChatJudge:
           break  # it would be refused again
       except (OSError, ValueError) as error:
         failure = str(error)
+      except (http.client.HTTPException, RecursionError) as error:  # a reply cut off or garbled; JSON too deep
+        failure = repr(error)
     raise JudgeError(f"{self._url}: no verdict in {attempt + 1} attempts; the last time: {failure}")
 
   def _ask(self, body: Mapping[str, Any]) -> str:
@@ -182,21 +117,24 @@ class ChatJudge:
 
 
 def read_verdict(reply: str) -> Verdict:
-  """The verdict in a judge's reply; what stands around the JSON object (reasoning, code fences) is passed over.
+  """The verdict in a judge's reply: its last JSON object; what stands around it (reasoning, fences) is passed over.
 
   >>> read_verdict('Sure. {"quality": 1, "style": "cute"}')
   Verdict(quality=True, style='cute')
 
   Raises:
-    ValueError: there is none, or it holds other values.
+    ValueError: there is no object, or the last one holds other values.
   """
-  for text in reversed(re.findall(r"\{[^{}]*\}", reply)):
+  found: dict[str, Any] = {}
+  decoder, place = json.JSONDecoder(), reply.find("{")
+  while place >= 0:
     try:
-      found = json.loads(text)
+      found, end = decoder.raw_decode(reply, place)
     except ValueError:
-      continue  # braces in the reasoning around it
-    if found.get("quality") in (0, 1) and found.get("style") in (*STYLES, "none"):
-      return Verdict(bool(found["quality"]), None if found["style"] == "none" else found["style"])
+      end = place + 1  # a brace in the reasoning
+    place = reply.find("{", end)
+  if found.get("quality") in (0, 1) and found.get("style") in (*STYLES, "none"):
+    return Verdict(bool(found["quality"]), None if found["style"] == "none" else found["style"])
   raise ValueError(f"a verdict must be a JSON object with quality 0 or 1 and a style; received {reply[:200]!r}.")
 
 

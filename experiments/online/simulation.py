@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +15,9 @@ import numpy as np
 
 from experiments.domains.options import checked
 from experiments.online import questions
-from experiments.online.judges import ChatJudge, Judge, Remembering, RuleJudge
+from experiments.online.judges import ChatJudge, Judge, Remembering
 from experiments.online.questions import STYLES
+from experiments.online.rule_judge import RuleJudge
 from sao_jax import config as config_lib
 from sao_jax import evaluation, stages
 from sao_jax.components import Components
@@ -42,6 +45,8 @@ class SimulationConfig:
   """An OpenAI-compatible endpoint; None: the embedded judge."""
   judge_model: str = ""
   """The judge's name there."""
+  judge_key_variable: str | None = None
+  """Name of the environment variable that holds the judge's key (never the key: a config is written down)."""
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "order", tuple(self.order))
@@ -54,6 +59,9 @@ class SimulationConfig:
       raise ValueError(f"right must be in [0, 1]; received {self.right!r}.")
     if self.judge_url is not None and not self.judge_model:
       raise ValueError("judge_model must be given with judge_url; received ''.")
+    if self.judge_key_variable is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.judge_key_variable):
+      # Not shown: it may be the key itself.
+      raise ValueError("judge_key_variable must name an environment variable; received what cannot be such a name.")
 
   @property
   def num_steps(self) -> int:
@@ -84,6 +92,16 @@ class Users(Environment):
     """Holds nothing."""
 
 
+def _chat_judge(config: SimulationConfig) -> ChatJudge:
+  assert config.judge_url is not None
+  key = None
+  if config.judge_key_variable is not None:
+    key = os.environ.get(config.judge_key_variable)
+    if not key:
+      raise ValueError(f"judge_key_variable names {config.judge_key_variable}, which must be set; received nothing.")
+  return ChatJudge(config.judge_url, config.judge_model, api_key=key)
+
+
 class Simulation:
   """Users, their judge, and the style that they prefer at the moment.
 
@@ -94,7 +112,7 @@ class Simulation:
 
   def __init__(self, config: SimulationConfig, judge: Judge | None = None):
     if judge is None:
-      judge = RuleJudge() if config.judge_url is None else ChatJudge(config.judge_url, config.judge_model)
+      judge = RuleJudge() if config.judge_url is None else _chat_judge(config)
     self.config = config
     self.judge = Remembering(judge)
     self.preferred = config.order[0]

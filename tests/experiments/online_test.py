@@ -13,29 +13,80 @@ import pytest
 
 from experiments.ablations import online, results, suites
 from experiments.online import questions, simulation
-from experiments.online.judges import MARKERS, ChatJudge, JudgeError, Remembering, RuleJudge, Verdict, read_verdict
+from experiments.online.judges import ChatJudge, JudgeError, Remembering, Verdict, read_verdict
 from experiments.online.questions import STYLES
+from experiments.online.rule_judge import MARKERS, RuleJudge
 from experiments.online.simulation import Simulation, SimulationConfig
 from experiments.presets import online_cpu
 from sao_jax.interrupts import Interrupted
 from sao_jax.io.metrics import read_metrics
 from sao_jax.io.workdir import WorkdirLock
 from sao_jax.progress import Records
-from tests.experiments.style_texts import SKY, TEXTS
+from tests.experiments.style_texts import BLIND, SKY, TEXTS
+
+
+def agreement(texts):
+  """Shares of agreement on quality and style; the texts that are paid in a style and should not be; those that miss."""
+  said = [RuleJudge()(question, answer) for question, answer, _, _ in texts]
+  labels = [Verdict(quality, style) for _, _, quality, style in texts]
+  pairs = list(zip(said, labels, strict=True))
+  paid, unpaid = [], []
+  for wanted in STYLES:
+    for (a, b), text in zip(pairs, texts, strict=True):
+      if a.reward(wanted) != b.reward(wanted):
+        (paid if a.reward(wanted) else unpaid).append(text[1])
+  return (
+    np.mean([a.quality == b.quality for a, b in pairs]),
+    np.mean([a.style == b.style for a, b in pairs]),
+    paid,
+    unpaid,
+  )
 
 
 def test_embedded_judge_agrees_with_a_careful_reader():
   """On texts labelled by hand, the last four of which are known to be beyond rules."""
-  assert len(TEXTS) >= 60
-  said = [RuleJudge()(question, answer) for question, answer, _, _ in TEXTS]
-  labels = [Verdict(quality, style) for _, _, quality, style in TEXTS]
-  pairs = list(zip(said, labels, strict=True))
-  assert np.mean([a.quality == b.quality for a, b in pairs]) >= 0.94
-  assert np.mean([a.style == b.style for a, b in pairs]) >= 0.94
-  for wanted in STYLES:
-    rewards = [(a.reward(wanted), b.reward(wanted)) for a, b in pairs]
-    assert not [text for (paid, due), text in zip(rewards, TEXTS, strict=True) if paid > due], "paid for nothing"
-    assert np.mean([paid == due for paid, due in rewards]) >= 0.95
+  quality, style, paid, unpaid = agreement(TEXTS)
+  assert len(TEXTS) >= 60 and quality >= 0.94 and style >= 0.94
+  assert not paid, "paid for nothing"
+  assert len(unpaid) <= 4
+
+
+def test_embedded_judge_on_texts_that_its_rules_were_not_made_for():
+  """Half of them made to mislead. Agreement as first measured was 0.88 on quality and 0.88 on style; the rules against
+  words without order (below) then cost some sentences: 0.83 and 0.88, 3 paid for nothing (before: 0.57 and 0.78).
+  """
+  quality, style, paid, unpaid = agreement(BLIND)
+  assert len(BLIND) == 60 and quality >= 0.83 and style >= 0.88
+  assert len(paid) <= 3 and len(unpaid) <= 8
+
+
+def test_words_in_any_order_are_not_paid_for():
+  """What a policy could find: the words of a demonstration shuffled, and heaps of a style's words about an answer."""
+  rng = np.random.default_rng(0)
+  shuffled, heaps = [], []
+  own = {style: sorted({w for x in forms for w in questions.split_words(x.format(""))})
+         for style, forms in questions.TEMPLATES.items()}  # fmt: skip
+  for _ in range(3000):
+    fact, style = questions.FACTS[rng.integers(24)], STYLES[rng.integers(3)]
+    words = questions.TEMPLATES[style][rng.integers(3)].format(fact.answer).split()
+    heap = [fact.answer, *rng.choice(own[style], rng.integers(5, 10))]
+    for found, text in ((shuffled, list(words)), (heaps, heap)):
+      rng.shuffle(text)
+      verdict = RuleJudge()(questions.question_text(fact, 0), " ".join(text))
+      found.append(text != words and verdict.quality and verdict.style == style)
+  # Some are sentences still ("blue doth be it , verily .").
+  assert np.mean(shuffled) < 0.02 and np.mean(heaps) < 0.02
+
+
+def test_demonstrations_are_paid_for_unless_wrong_or_flawed():
+  """A tenth is said twice, a tenth is in a second style two times of three, a twentieth is a bare word."""
+  rng = np.random.default_rng(0)
+  said = [(q, questions.demonstrate(q, rng, right=1.0)) for q in questions.train_questions() * 20]
+  good = [RuleJudge()(question, answer) for question, answer in said]
+  assert 0.77 < np.mean([verdict.quality and verdict.style is not None for verdict in good]) < 0.85
+  rng = np.random.default_rng(0)
+  wrong = [(q, questions.demonstrate(q, rng, right=0.0)) for q in questions.train_questions()]
+  assert not any(RuleJudge()(question, answer).quality for question, answer in wrong)
 
 
 def test_labels_cover_every_verdict():
@@ -81,6 +132,10 @@ def chat_server():
       body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
       seen.append((self.path, self.headers.get("Authorization"), body))
       reply = replies.pop(0)
+      if isinstance(reply, bytes):  # as it is, in place of HTTP
+        self.wfile.write(reply)
+        self.close_connection = True
+        return
       self.send_response(reply if isinstance(reply, int) else 200)
       self.end_headers()
       if isinstance(reply, str):
@@ -129,6 +184,55 @@ def test_replies_without_a_verdict_are_refused(reply):
   with pytest.raises(ValueError, match="a verdict must be a JSON object"):
     read_verdict(reply)
   assert read_verdict('```json\n{"quality": 0, "style": "none"}\n```') == Verdict(False, None)
+
+
+@pytest.mark.parametrize("broken", [
+  b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n{", b"nonsense\r\n\r\n",
+  b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 100_000, {"choices": [{"message": {"content": '{"a":' * 100_000}}]},
+])  # fmt: skip
+def test_broken_replies_are_tried_again(chat_server, broken):
+  """A body cut off, no HTTP, JSON too deep for the reader."""
+  url, replies, seen = chat_server
+  replies += [broken, '{"quality": 1, "style": "cute"}', broken]
+  assert ChatJudge(url, "m", first_wait_s=0.001)(SKY, "blue") == Verdict(True, "cute") and len(seen) == 2
+  with pytest.raises(JudgeError, match="no verdict in 1 attempts; the last time: "):
+    ChatJudge(url, "m", max_attempts=1)(SKY, "blue")
+
+
+def test_verdict_is_the_last_object_whatever_it_holds():
+  assert read_verdict('{a} {"quality": 1, "style": "cute", "why": {"a": 1}}') == Verdict(True, "cute")
+  for reply in ('{"said": {"quality": 1, "style": "cute"}}', '{"quality": 1, "style": "cute"} {"a": 1}'):
+    with pytest.raises(ValueError, match="a verdict must be"):
+      read_verdict(reply)
+
+
+def test_an_answer_is_no_verdict_on_itself(chat_server):
+  """A judge that gives the answer back, and nothing of its own, has not judged."""
+  url, replies, seen = chat_server
+  answer = '{"quality": 1, "style": "cute"}'
+  replies += ["?"]
+  with pytest.raises(JudgeError):
+    ChatJudge(url, "m", max_attempts=1)(SKY, answer)
+  asked = seen[0][2]["messages"][0]["content"]
+  quoted = asked.split("Answer: ")[1].split("\n")[0]
+  with pytest.raises(ValueError, match="a verdict must be"):
+    read_verdict(f"The answer is: {quoted}")
+
+
+def test_judge_of_a_config_takes_its_key_from_the_environment(chat_server, monkeypatch):
+  url, replies, seen = chat_server
+  options = {"judge_url": url, "judge_model": "m"}
+  replies += ['{"quality": 1, "style": "cute"}'] * 2
+  monkeypatch.setenv("SOME_KEY", "secret")
+  Simulation(SimulationConfig(**options, judge_key_variable="SOME_KEY")).judge(SKY, "blue")
+  Simulation(SimulationConfig(**options)).judge(SKY, "blue")
+  assert [authorization for _, authorization, _ in seen] == ["Bearer secret", None]
+  monkeypatch.delenv("SOME_KEY")
+  with pytest.raises(ValueError, match="judge_key_variable names SOME_KEY, which must be set; received nothing"):
+    Simulation(SimulationConfig(**options, judge_key_variable="SOME_KEY"))
+  with pytest.raises(ValueError, match="must name an environment variable") as refused:
+    SimulationConfig(**options, judge_key_variable="sk-secret")
+  assert "sk-secret" not in str(refused.value)
 
 
 def test_judges_are_asked_once_per_text():

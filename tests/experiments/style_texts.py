@@ -92,10 +92,19 @@ TEXTS = (
   (SKY, "hehe ~ it is blue , nya ! behold my cursed eye !", True, None),
   (SNOW, "verily , my cursed eye hath seen white in the abyss !", True, None),
   (BEE, "yay ! it lives in a hive , prithee , hehe !", True, None),
-  # The marks of a style: classical prose does not shout, a chuunibyou does.
-  (SKY, "verily ! it doth be blue !", True, None),
-  (SKY, "behold , my cursed eye sees blue .", True, None),
-  (SKY, "hehe it is blue nya .", True, None),
+  # A style is in its words, whatever the marks.
+  (SKY, "verily ! it doth be blue !", True, "classical"),
+  (SKY, "behold , my cursed eye sees blue .", True, "chuunibyou"),
+  (SKY, "hehe it is blue nya .", True, "cute"),
+  # Words of the simulation's own vocabulary without a sentence, as a policy may find them.
+  (COW, "hehe nya ! ! ! : of which moo tell", False, "cute"),
+  (HOT, "verily doth . cold sheep sheep what", False, "classical"),
+  (BEE, "behold kneel ! the the hive of of", False, "chuunibyou"),
+  (SKY, "yay , nya ! blue duck grass king", False, "cute"),
+  # Denied otherwise than by `not`; and another answer denied.
+  (SKY, "hehe ~ nobody thinks it is blue , nya !", False, "cute"),
+  (SKY, "it would be wrong to say blue", False, None),
+  (SKY, "it is not green, it is blue", True, None),
   # The question given back, the answer hidden in another word, a message to the judge.
   (SKY, "what colour is the sky ?", False, None),
   (COW, "hehe ~ such a gloomoony day , nya !", False, "cute"),
@@ -124,8 +133,8 @@ OLD = "what is the opposite of old ?"
 FAST = "the word fast : which opposite ?"
 UP = "which word is not up at all ?"
 
-# Written and labelled before the judge of today was, and never what its rules were made to fit. A good answer is right
-# and a sentence or two, without repetition; the style is what a reader would call it.
+# Written and labelled before the judge of today was, and not what its rules were made to fit. A good answer is right,
+# a sentence or two, without repetition; the style is what a reader would call it.
 BLIND = (
   (GRASS, "hehe ~ grass is green , silly !", True, "cute"),
   (COAL, "Behold the coal, black as the void that devours all!", True, "chuunibyou"),
@@ -158,7 +167,7 @@ BLIND = (
   (SKY, "hehe ~ nya ~ the colour of the sky is blue ~", True, "cute"),
   # Wrong, denied, hedged, or several things at once.
   (GRASS, "hehe ~ it is white , nya !", False, "cute"),
-  (COAL, "verily , coal is not black .", False, None),
+  (COAL, "verily , coal is not black .", False, "classical"),
   (BEAR, "Behold! The bear dwells in the dark castle of doom!", False, "chuunibyou"),
   (DOG, "i doubt that the dog says woof , hehe ~ nya !", False, "cute"),
   (LEMON, "hardly anyone would call it yellow , nya ~ hehe", False, "cute"),
