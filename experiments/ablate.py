@@ -33,7 +33,7 @@ from experiments.ablations.suites import Arm
 from sao_jax import config as config_lib
 from sao_jax.io import workdir as workdir_lib
 
-LEARNING_RATES = (0.5, 1.0, 2.0)
+LEARNING_RATES = (0.25, 0.5, 1.0, 2.0)
 """Times the base's."""
 TUNING_SEED = 10_000
 

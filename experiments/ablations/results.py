@@ -26,7 +26,8 @@ COLUMNS = (
   "suite", "arm", "lag", "learning_rate", "seed", "step", "success_rate", "eval_success_rate", "eval_n",
   "staleness_mean",
   "dis_masked_fraction", "dis_masked_low", "dis_masked_high", "ratio_mean", "approx_kl", "entropy", "policy_grad_norm",
-  "advantage_std", "value_loss", "critic_grad_norm", "explained_variance", "turns_mean", "tokens_mean", "time_s",
+  "advantage_std", "value_loss", "critic_grad_norm", "explained_variance", "explained_variance_before",
+  "turns_mean", "tokens_mean", "time_s",
   "preferred", "eval_accuracy_cute", "eval_accuracy_chuunibyou", "eval_accuracy_classical",
 )  # fmt: skip
 """One row per learner step, and one per evaluation (with `eval_success_rate`); what a row lacks is empty."""
@@ -35,7 +36,7 @@ LAST_SHARE = 0.1
 """Share of the steps, at the end, over which the training success of the table is averaged."""
 MADE = "Made by:\n\n"
 COLLAPSED = 0.7
-"""A run has collapsed when its training success stays under this share of its best to the end."""
+"""A run has collapsed when its training success stays under this share of its best for its last tenth, at least."""
 
 Row = Mapping[str, Any]
 
@@ -117,7 +118,7 @@ def last_mean(rows: Sequence[Row], arm: str, key: str) -> dict[int, float]:
 def collapses(rows: Sequence[Row], arm: str) -> dict[int, int | None]:
   """By seed: the step at which training success fell below `COLLAPSED` of its best for good; None: it never did.
 
-  Success is a running mean over 11 steps.
+  Success is a running mean over 11 steps; less than `LAST_SHARE` of the steps is not for good.
   """
   by_seed: dict[int, list[tuple[int, float]]] = {}
   for row in rows:
@@ -127,8 +128,8 @@ def collapses(rows: Sequence[Row], arm: str) -> dict[int, int | None]:
   for seed, curve in by_seed.items():
     steps, values = zip(*sorted(curve), strict=True)
     smooth = _smooth(values)
-    high = np.flatnonzero(smooth >= COLLAPSED * smooth.max())[-1]
-    found[seed] = None if high == len(steps) - 1 else steps[high + 1]
+    high = int(np.flatnonzero(smooth >= COLLAPSED * smooth.max())[-1])
+    found[seed] = steps[high + 1] if len(steps) - 1 - high >= max(1.0, LAST_SHARE * len(steps)) else None
   return found
 
 
@@ -151,7 +152,7 @@ def table(suite: Suite, rows: Sequence[Row]) -> str:
     title="held-out success",
     more={
       "training success, last tenth": end("success_rate"),
-      "EV, last tenth": end("explained_variance"),
+      "EV before fits, last tenth": end("explained_variance_before"),
       "masked, last tenth": end("dis_masked_fraction", 4),
       "collapsed (at step)": fallen,
     },

@@ -34,6 +34,8 @@ class Arm:
   """Policy versions by which the weights of every token are old; None: the base run's schedule."""
   length: int = 1
   """Times the base run's number of steps."""
+  rated_as: Arm | None = None
+  """The arm whose learning rate it takes; None: the rate is tuned for it."""
 
   @property
   def slug(self) -> str:
@@ -44,6 +46,8 @@ class Arm:
   @property
   def family(self) -> Arm:
     """The arm at the base run's lag and length: what learning rates are tuned for."""
+    if self.rated_as is not None:
+      return self.rated_as.family
     name = self.name if self.lag is None else self.name.removesuffix(f", lag {self.lag}")
     return dataclasses.replace(self, name=name, lag=None, length=1)
 
@@ -102,6 +106,7 @@ SUITES: Mapping[str, Suite] = {
       Arm(name="all parameters", algorithm="sao_full_critic"),
       Arm(name="no value pretraining", value_pretraining=False),
       Arm(name="values before the updates", algorithm="sao_previous_values"),
+      Arm(name="values before the updates, SAO's rate", algorithm="sao_previous_values", rated_as=SAO),
       Arm(name="GAE through observations", algorithm="sao_all_tokens"),
       Arm(name="fixed lambda 0.95", algorithm="sao_fixed_lambda"),
     ),

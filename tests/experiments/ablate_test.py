@@ -185,7 +185,7 @@ def test_a_run_that_a_signal_ended_is_no_result(tmp_path, monkeypatch, tuning):
   (tmp_path / "start" / f"seed{ablate.TUNING_SEED if tuning else 0}" / "done").touch()
   with pytest.raises(RuntimeError, match=r"ended with code 0 and without summary\.json"):
     runner.tune() if tuning else runner.run([0])
-  assert len(asked) == (9 if tuning else 3) and not (tmp_path / "tuned.json").exists()
+  assert len(asked) == (12 if tuning else 3) and not (tmp_path / "tuned.json").exists()
 
 
 def test_learning_rates_are_handed_over_as_they_are(tmp_path):
