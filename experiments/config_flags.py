@@ -48,7 +48,7 @@ def from_config_dict(
   values = dict(config.items())
   for name in values:
     if name not in fields:
-      raise ValueError(f"{path}.{name} is not a field of {config_type.__name__}{_closest(str(name), fields)}.")
+      raise ValueError(f"{path}.{name} is not a field of {config_type.__name__}{_closest(str(name), fields)}")
   missing = [
     name for name, field in fields.items()
     if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -98,7 +98,7 @@ def parser(
       flag_values.register_key_flag_for_module(argv[0], flag_values["config"])
       rest = list(flag_values(kept))
     except (AttributeError, KeyError) as error:  # ml_collections' answer to a key that a mapping of the preset lacks
-      raise ValueError(f"--config has no such field: {error}") from error
+      raise ValueError(f"--config has no such field: {error.args[0]}") from error
     for field, value in replaced.items():
       *parents, last = field.split(".")
       node: Any = flag_values["config"].value
@@ -125,18 +125,26 @@ def read(config_type: type[T], *, flag_values: flags.FlagValues = flags.FLAGS) -
     sys.exit(f"--config: {error}")
 
 
-def describe(config_type: type[Any], *, prefix: str = "--config") -> str:
-  """One line per field: name, type, default, and the docstring under the field."""
+def describe(config_type: type[Any], *, prefix: str = "--config", defaults: Any = None) -> str:
+  """One line per field: name, type, default, and the docstring under the field.
+
+  Args:
+    config_type: the dataclass.
+    prefix: what stands before the fields' names.
+    defaults: an instance whose values are the defaults; None: those of the class.
+  """
   hints = typing.get_type_hints(config_type)
   documentation = _field_docstrings(config_type)
   lines = []
   for field in dataclasses.fields(config_type):
     name = f"{prefix}.{field.name}"
     hint = hints[field.name]
+    value = field.default if defaults is None else getattr(defaults, field.name)
     if dataclasses.is_dataclass(hint):
-      lines.append(describe(typing.cast(Any, hint), prefix=name))
+      nested = None if value is dataclasses.MISSING else value
+      lines.append(describe(typing.cast(Any, hint), prefix=name, defaults=nested))
       continue
-    default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
+    default = "" if value is dataclasses.MISSING else f" = {value!r}"
     meaning = documentation.get(field.name, "").splitlines()[:1]
     lines.append("  ".join([f"{name}: {_show(hint)}{default}", *meaning]))
   return "\n".join(lines)
@@ -220,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 def _closest(name: str, known: collections.abc.Iterable[str]) -> str:
   matches = difflib.get_close_matches(name, list(known), n=3)
-  return f"; did you mean {' or '.join(matches)}?" if matches else f"; it has {', '.join(known)}"
+  return f"; did you mean {' or '.join(matches)}?" if matches else f"; it has {', '.join(known)}."
 
 
 def _hint_of(config_type: Any, field: str) -> Any:
@@ -235,7 +243,7 @@ def _hint_of(config_type: Any, field: str) -> Any:
       raise ValueError(f"{path} is {_show(hint)} and has no field {part!r}.")
     hints = typing.get_type_hints(hint)
     if part not in hints:
-      raise ValueError(f"{path}.{part} is not a field of {typing.cast(Any, hint).__name__}{_closest(part, hints)}.")
+      raise ValueError(f"{path}.{part} is not a field of {typing.cast(Any, hint).__name__}{_closest(part, hints)}")
     hint, path = hints[part], f"{path}.{part}"
   return hint
 

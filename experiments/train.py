@@ -14,7 +14,7 @@ from absl import app, flags, logging
 from rich.table import Table
 
 from experiments import config_flags, plots
-from experiments.domains.factory import make_domain
+from experiments.domains.factory import FactoryError, make_domain
 from sao_jax import config as config_lib
 from sao_jax import exits, loop
 from sao_jax.config import RunConfig
@@ -62,9 +62,11 @@ def main(argv: Sequence[str]) -> None:
     if summary is not None and distributed.is_main_process():
       with workdir_lib.writing(within), Interrupts() as interrupts, interrupts.at_once():
         report(within, summary, console, named=workdir)
+    elif summary is None and "rl" in stages:
+      console.print(f"go on       the same command, with --workdir={workdir}")
   except Interrupted:
-    console.print("Stopped by a signal; the same command goes on from here.")
-  except (workdir_lib.WorkdirError, CheckpointError, RunStoppedError, TooManyFailuresError) as error:
+    console.print(f"Stopped by a signal; the same command, with --workdir={workdir}, goes on from here.")
+  except (FactoryError, workdir_lib.WorkdirError, CheckpointError, RunStoppedError, TooManyFailuresError) as error:
     sys.exit(f"train: {error}")  # What these say is all that a user needs: a traceback would bury it.
 
 
@@ -72,7 +74,7 @@ def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console, 
   """The end of a run: plots, a table, a few trajectories, and what to do next; `named`: the workdir as it was given."""
   plots.plot_run(workdir)
   samples = trajectory_io.read(workdir / "trajectories.jsonl")
-  for trajectory in samples[:2] + samples[-3:]:
+  for trajectory in samples[:2] + samples[2:][-3:]:
     outcome = "solved" if trajectory.success else "not solved"
     console.print(f"[{outcome}, {trajectory.num_turns} turns] {trajectory.text}")
   if summary["n"]:

@@ -32,7 +32,7 @@ class EnvConfig:
   """Which task: a function that makes it, and that function's options."""
 
   factory: str = "experiments.domains.tool_math:make_domain"
-  """`module:function`; called with `options` as keywords, it returns an `envs.base.Domain`."""
+  """`module:function`; called with `options` as keywords, it returns a `types.Domain`."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:

@@ -67,7 +67,8 @@ def train(
     signal).
 
   Raises:
-    ValueError: the workdir holds a different config, or an earlier stage's result is missing.
+    ValueError: the workdir holds a different config, an earlier stage's result is missing, or `num_steps` is below the
+      step that the run has come to.
     RuntimeError: another run holds the workdir.
     WorkdirError, CheckpointError: the workdir cannot be written to.
     RunStoppedError, TooManyFailuresError: the run cannot go on by itself; it is saved up to there.
@@ -93,7 +94,7 @@ def train(
         critic = stages.value_pretraining(parts, policy, *where, run="value_pretraining" in run_stages)
         return reinforce(parts, policy, critic, *where) if "rl" in run_stages else None
     except Interrupted:
-      console.print("Stopped by a signal; the same command goes on from here.")
+      console.print("Stopped by a signal; the same run in the same workdir goes on from here.")
       return None
 
 
@@ -115,6 +116,11 @@ def reinforce(
     run = Run(parts, source, progress, guard, checkpointer)
     with interrupts.may_be_given_up():
       start, state = run.restore() or (0, parts.init_state(policy, critic))
+    if start > config.num_steps:
+      raise ValueError(
+        f"num_steps must be at least {start}, the step of the newest checkpoint in {workdir}; received "
+        f"{config.num_steps}."
+      )
     with contextlib.closing(Records(workdir, restored_step=start, placement=parts.placement)) as records:
       evaluate = functools.partial(_evaluate, parts, records=records, console=console, interrupts=interrupts)
       evaluate(state, 0)

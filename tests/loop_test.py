@@ -128,6 +128,8 @@ def test_a_resumed_run_ends_like_one_that_was_never_stopped(schedule: str, tmp_p
   if schedule == "lagged":
     assert [row["staleness_max"] for row in learner_rows] == [0, 1, 2, 2]
     assert learner_rows[-1]["mixed_version_fraction"] > 0
+  with pytest.raises(ValueError, match=r"num_steps must be at least 4, the step .* received 3"):
+    loop.train(dataclasses.replace(config, num_steps=3, eval_episodes=0), tiny_domain(), stopped)
 
 
 def test_lagged_runs_repeat_bit_for_bit(tmp_path: pathlib.Path) -> None:
