@@ -1,0 +1,48 @@
+"""What `config.env.factory` names, or fails to name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from experiments.domains.factory import FactoryError, make_domain
+from experiments.presets import ablation_cpu
+from sao_jax.config import EnvConfig, RunConfig
+
+
+def config_of(factory: str) -> RunConfig:
+  return dataclasses.replace(ablation_cpu.make_config(), env=EnvConfig(factory=factory))
+
+
+def test_a_domain_is_made_with_the_options() -> None:
+  config = dataclasses.replace(
+    ablation_cpu.make_config(), env=EnvConfig(factory="tests.tiny_domain:tiny_domain", options={})
+  )
+  assert make_domain(config).num_train_tasks >= 1
+
+
+@pytest.mark.parametrize(
+  ("factory", "message"),
+  [
+    ("no_such_module:make_domain", r"received 'no_such_module:make_domain': No module named 'no_such_module'"),
+    ("experiments.domains.nothing:make_domain", r"received 'experiments.domains.nothing:make_domain'"),
+    ("experiments.domains.digits:make_domian", r"digits has no 'make_domian'; did you mean make_domain\?"),
+    ("experiments.domains.digits:x", r"digits has no 'x'\.$"),
+  ],
+)
+def test_what_is_not_there_is_named(factory: str, message: str) -> None:
+  with pytest.raises(FactoryError, match=message):
+    make_domain(config_of(factory))
+
+
+def test_a_module_that_lacks_something_itself_says_so(tmp_path, monkeypatch) -> None:
+  (tmp_path / "half_there.py").write_text("import surely_not_installed\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+    make_domain(config_of("half_there:make_domain"))
+
+
+def test_another_result_is_refused() -> None:
+  with pytest.raises(TypeError, match=r"must return a Domain; received dict"):
+    make_domain(config_of("builtins:dict"))
