@@ -134,7 +134,7 @@ FAST = "the word fast : which opposite ?"
 UP = "which word is not up at all ?"
 
 # Written and labelled before the judge of today was, and not what its rules were made to fit. A good answer is right,
-# a sentence or two, without repetition; the style is what a reader would call it.
+# of a sentence or two, without repetition; the style is what a reader would call it.
 BLIND = (
   (GRASS, "hehe ~ grass is green , silly !", True, "cute"),
   (COAL, "Behold the coal, black as the void that devours all!", True, "chuunibyou"),
