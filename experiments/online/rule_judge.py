@@ -104,9 +104,9 @@ class RuleJudge:
 
   Style: two or more different markers of one style, and none of another.
 
-  Of sixty texts written apart from these rules, half of them to mislead, it has the quality of 83 % and the style of
-  88 % as their reader labelled them, and pays for three that deserve nothing. Free prose is refused too often rather
-  than heaps of words paid for: these are what a policy would find.
+  Of sixty texts that were written before these rules, by the same hand and half of them to mislead, it has the quality
+  of 83 % and the style of 88 % as they were labelled, and pays for three that deserve nothing. Free prose is refused
+  too often rather than heaps of words paid for: these are what a policy would find.
   """
 
   def __call__(self, question: str, answer: str) -> Verdict:

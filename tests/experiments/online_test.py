@@ -52,9 +52,7 @@ def test_embedded_judge_agrees_with_a_careful_reader():
 
 
 def test_embedded_judge_on_texts_that_its_rules_were_not_made_for():
-  """Half of them made to mislead. Agreement as first measured was 0.88 on quality and 0.88 on style; the rules against
-  words without order (below) then cost some sentences: 0.83 and 0.88, 3 paid for nothing (before: 0.57 and 0.78).
-  """
+  """Half of them are made to mislead. It agrees on 0.83 in quality and on 0.88 in style, and pays for 3 for nothing."""
   quality, style, paid, unpaid = agreement(BLIND)
   assert len(BLIND) == 60 and quality >= 0.83 and style >= 0.88
   assert len(paid) <= 3 and len(unpaid) <= 8
