@@ -208,6 +208,9 @@ def _draw_by_lag(axes: Sequence[Axes], suite: Suite, rows: Sequence[Row]) -> Non
       axes[1].plot(x, [masked for _, _, masked in found], "o-", color=COLORS[i], label=family)
   for axis, title in zip(axes, ("held-out success", "masked fraction, last tenth"), strict=False):
     axis.set(title=title, xlabel="lag (policy versions)", xscale="symlog")
+    lags = sorted({arm.lag for arm in suite.arms if arm.lag is not None})
+    axis.set_xticks(lags, [str(lag) for lag in lags])
+    axis.minorticks_off()
   axes[0].legend(loc="best", fontsize=7.5)
 
 
