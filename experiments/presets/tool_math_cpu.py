@@ -1,8 +1,8 @@
 """The main job on two CPU cores: math problems solved by calling a Python tool over several turns.
 
 Measured on two cores (2026-11-30), seed 0: 209 s in all (warm start 89, value pretraining 11, RL 106, evaluation 3),
-held-out success from 0.346 to 0.811. Seed 2: 207 s, from 0.232 to 0.619. Seed 1, beside other work: 296 s, from 0.287 to
-0.607.
+held-out success from 0.346 to 0.811. Seed 2: 207 s, from 0.232 to 0.619. Seed 1, beside other work: 296 s, from 0.287
+to 0.607.
 
 `experiments/presets/tool_math_cpu.py:quick` is the same in about a minute and a half: every stage, too short to learn.
 """
