@@ -206,9 +206,9 @@ def _draw_by_lag(axes: Sequence[Axes], suite: Suite, rows: Sequence[Row]) -> Non
         band = [estimate.low for _, estimate, _ in found], [estimate.high for _, estimate, _ in found]
         axes[0].fill_between(x, *band, color=COLORS[i], alpha=0.12, linewidth=0)
       axes[1].plot(x, [masked for _, _, masked in found], "o-", color=COLORS[i], label=family)
+  lags = sorted({arm.lag for arm in suite.arms if arm.lag is not None})
   for axis, title in zip(axes, ("held-out success", "masked fraction, last tenth"), strict=False):
     axis.set(title=title, xlabel="lag (policy versions)", xscale="symlog")
-    lags = sorted({arm.lag for arm in suite.arms if arm.lag is not None})
     axis.set_xticks(lags, [str(lag) for lag in lags])
     axis.minorticks_off()
   axes[0].legend(loc="best", fontsize=7.5)

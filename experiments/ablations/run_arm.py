@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import pathlib
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import jax
 from absl import app, flags, logging
 
 from experiments.ablations import suites
-from experiments.domains.factory import make_domain
+from experiments.domains.factory import FactoryError, import_named, make_domain
 from experiments.online import simulation
 from sao_jax import loop, models, stages
 from sao_jax.components import Components
@@ -32,10 +31,8 @@ def base_config(factory: str, *, quick: bool) -> RunConfig:
   if not module or not function:
     raise ValueError(f"base must be module:function of a run; received {factory!r}.")
   try:
-    found = importlib.import_module(module)
-  except ModuleNotFoundError as error:
-    if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-      raise  # A module that the base's own needs.
+    found = import_named(module)
+  except FactoryError as error:
     raise ValueError(f"base must be module:function of a run; received {factory!r}: {error}.") from error
   if not callable(make := getattr(found, function, None)):
     raise ValueError(f"base must be module:function of a run; received {factory!r}: {module} has no such function.")
