@@ -125,6 +125,15 @@ def read(config_type: type[T], *, flag_values: flags.FlagValues = flags.FLAGS) -
     sys.exit(f"--config: {error}")
 
 
+def parse_mapping(text: str) -> dict[str, Any] | None:
+  """The dictionary with text as keys that a Python literal is; None if it is none."""
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    return None
+  return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else None
+
+
 def describe(config_type: type[Any], *, prefix: str = "--config", defaults: Any = None) -> str:
   """One line per field: name, type, default, and the docstring under the field.
 
@@ -271,11 +280,8 @@ def _split_overrides(config_type: type[Any], argv: Sequence[str]) -> tuple[list[
 
 
 def _mapping(field: str, text: str) -> dict[str, Any]:
-  try:
-    value = ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    value = None
-  if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+  value = parse_mapping(text)
+  if value is None:
     raise ValueError(f"--config.{field} must be a mapping written like {{'key': 1}}; received {text!r}.")
   return value
 

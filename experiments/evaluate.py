@@ -16,7 +16,6 @@ that a file holds twice counts twice, with a warning; an empty answer is refused
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import json
@@ -117,11 +116,8 @@ def parse_settings(text: str) -> dict[str, Any]:
   Raises:
     UsageError: it is none.
   """
-  try:
-    settings = ast.literal_eval(text)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    settings = None
-  if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
+  settings = config_flags.parse_mapping(text)
+  if settings is None:
     raise app.UsageError(f"--settings must be a Python dictionary such as {{'min_terms': 2}}; received {text!r}.")
   return settings
 
