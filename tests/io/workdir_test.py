@@ -125,8 +125,9 @@ def test_a_folder_that_is_still_written_into_is_deleted_once_its_writer_ends(tmp
 
   def write() -> None:
     while time.monotonic() < until:
-      (folder / "state").mkdir(parents=True, exist_ok=True)
-      with contextlib.suppress(FileNotFoundError):
+      # What is made can be deleted between any two calls, those inside of `mkdir` too.
+      with contextlib.suppress(FileNotFoundError, FileExistsError):
+        (folder / "state").mkdir(parents=True, exist_ok=True)
         (folder / "state" / f"{time.monotonic_ns()}").write_text("x")
 
   writer = threading.Thread(target=write)

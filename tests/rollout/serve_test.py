@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -23,6 +24,7 @@ from sao_jax.rollout.server_config import ServerConfig
 from tests.models.tiny import dense, policy_params
 from tests.rollout.fakes import POLICY, STOP, VOCAB, CharTokenizer, log_softmax, make_params, reference_logits
 from tests.rollout.http_server import ENGINE, Process, call, save_table, serving
+from tests.waiting import LONG_S, until
 
 PARAMS = [make_params(i) for i in range(3)]
 ENDLESS = make_params(0, stop_bias=-99.0)
@@ -121,50 +123,76 @@ def test_information(url):
   assert call(f"{url}/weight_info")[1]["weight_version"] == "default"
 
 
+@contextlib.contextmanager
+def resumed(url):
+  """Whatever happens inside, the server goes on afterwards: others use it."""
+  try:
+    yield
+  finally:
+    call(f"{url}/resume", {})
+
+
+def moments():
+  """Pauses (s) of every order, from before an answer begins to after its end on whatever machine; for two minutes."""
+  deadline = time.monotonic() + LONG_S
+  while time.monotonic() < deadline:
+    yield from np.geomspace(0.002, 2.0, 16)
+
+
 def test_an_abort_returns_what_is_there(endless):
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    body = {"input_ids": PROMPT, "rid": "one", "return_logprob": True, "sampling_params": {"max_new_tokens": 240}}
-    running = pool.submit(call, f"{endless}/generate", body)
-    deadline = time.monotonic() + 60
-    while not running.done() and time.monotonic() < deadline:
-      call(f"{endless}/abort_request", {"rid": "another"})
+  body = {"input_ids": PROMPT, "rid": "one", "return_logprob": True, "sampling_params": {"max_new_tokens": 240}}
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    for moment in moments():
+      running = pool.submit(call, f"{endless}/generate", body)
+      time.sleep(moment)
+      assert call(f"{endless}/abort_request", {"rid": "another"})[0] == 200
       assert call(f"{endless}/abort_request", {"rid": "one"})[0] == 200
-      time.sleep(0.005)
-    status, answer = running.result()
-  assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
-  assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 240
+      status, answer = running.result(LONG_S)
+      reason, length = answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"])
+      assert status == 200 and length == len(answer["meta_info"]["output_token_logprobs"])
+      if reason == "abort" and length:  # neither before it began, nor after its end
+        break
+      assert length in (0, 240)
+    else:
+      raise AssertionError("never aborted on its way")
+  assert length < 240
   assert call(f"{endless}/abort_request", {"abort_all": True})[0] == 200
   assert len(sglang(endless, max_new_tokens=5)[1]["output_ids"]) == 5
 
 
 def test_pause_aborts_what_runs_and_holds_back_what_comes(endless):
-  with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    before = [pool.submit(openai, endless, max_tokens=253, seed=i) for i in range(6)]
-    time.sleep(0.05)
+  with concurrent.futures.ThreadPoolExecutor(8) as pool, resumed(endless):
+    for moment in moments():
+      before = [pool.submit(openai, endless, max_tokens=253, seed=i) for i in range(6)]
+      time.sleep(moment)
+      assert call(f"{endless}/pause?mode=abort", {})[0] == 200
+      assert call(f"{endless}/resume", {})[0] == 200  # for those that came later
+      answers = [x.result(LONG_S)[1]["choices"][0] for x in before]
+      assert {x["finish_reason"] for x in answers} <= {"abort", "length"}
+      if any(x["finish_reason"] == "abort" and x["token_ids"] for x in answers):
+        break
+    else:
+      raise AssertionError("never paused while something ran")
     assert call(f"{endless}/pause?mode=abort", {})[0] == 200
-    answers = [x.result(30)[1]["choices"][0] for x in before]
-    assert any(x["finish_reason"] == "abort" for x in answers)
     after = pool.submit(openai, endless, max_tokens=3)
     time.sleep(0.2)
     assert not after.done()
     assert call(f"{endless}/resume", {})[0] == 200
-    assert after.result(30)[1]["choices"][0]["finish_reason"] == "length"
-  assert call(f"{endless}/pause_generation", {"mode": "abort"})[0] == 200
-  assert call(f"{endless}/continue_generation", {})[0] == 200
-  assert "mode must be abort or wait; received keep" in call(f"{endless}/pause?mode=keep", {})[1]["error"]["message"]
-  assert call(f"{endless}/pause?hurry=1", {})[0] == 400
+    assert after.result(LONG_S)[1]["choices"][0]["finish_reason"] == "length"
+    assert call(f"{endless}/pause_generation", {"mode": "abort"})[0] == 200
+    assert call(f"{endless}/continue_generation", {})[0] == 200
+    assert "mode must be abort or wait; received keep" in call(f"{endless}/pause?mode=keep", {})[1]["error"]["message"]
+    assert call(f"{endless}/pause?hurry=1", {})[0] == 400
 
 
 def test_a_client_that_leaves_frees_its_slot(endless):
   parts = urllib.parse.urlsplit(endless)
   body = json.dumps({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 250}}).encode()
   for _ in range(12):  # more than the server takes at once
-    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+    with socket.create_connection((parts.hostname, parts.port), timeout=LONG_S) as connection:
       head = ["POST /generate HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
       connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
-  deadline = time.monotonic() + 30
-  while sglang(endless, max_new_tokens=2)[0] != 200:
-    assert time.monotonic() < deadline
+  until(lambda: sglang(endless, max_new_tokens=2)[0] == 200)
 
 
 def test_weights_change_between_completions_never_within_one(weights_root):
