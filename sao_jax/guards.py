@@ -117,7 +117,8 @@ class UpdateGuard:
     parts = self._parts
     if self._diagnose is None:
       self._diagnose = make_diagnosis(parts.config.learner, parts.policy_apply, parts.value_apply)
-    found = self._diagnose(state, trajectories)
+    with parts.placement.dispatching():
+      found = self._diagnose(state, trajectories)
     bad = [
       {"episode_id": trajectory.episode_id, "nonfinite": names}
       for trajectory, names in zip(trajectories, found, strict=True)

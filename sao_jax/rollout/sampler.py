@@ -281,13 +281,15 @@ class _Lane:
     return out
 
   def save(self, slot: int, to_host: bool) -> Cache:
-    row = _read_row(self.cache, jax.device_put(np.int32(slot)))
+    with _dispatching(self._spec):
+      row = _read_row(self.cache, jax.device_put(np.int32(slot)))
     return jax.device_get(row) if to_host else row
 
   def restore(self, slot: int, saved: SavedRow) -> None:
     # On the device already, or on its way there.
     row = jax.tree.map(jnp.asarray, saved.result())
-    self.cache = _write_row(self.cache, row, jax.device_put(np.int32(slot)))
+    with _dispatching(self._spec):
+      self.cache = _write_row(self.cache, row, jax.device_put(np.int32(slot)))
 
 
 class Sampler:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
 from sao_jax.rollout import sampler
 from sao_jax.rollout.nucleus import nucleus
 from sao_jax.rollout.sampler import PrefillRow, RowState, Sampler, SamplerSpec, sample_tokens
+from sao_jax.types import SlotPlacement
 from tests.rollout.fakes import POLICY, STOP, make_params
 
 _sample = jax.jit(sample_tokens)
@@ -81,6 +85,31 @@ def test_hot_loop_has_no_implicit_transfer_and_donates():
   assert cache.is_deleted()
   np.testing.assert_array_equal(chunk.num_sampled, [4, 0, 4])
   np.testing.assert_array_equal(chunk.active, [True, False, True])
+
+
+def test_every_program_over_several_devices_starts_in_its_turn(monkeypatch):
+  """Two threads that start programs with collectives in different orders on different devices wait for ever."""
+  turn, started = threading.RLock(), set()
+
+  def in_turn(name, program):
+    def start(*args, **kwargs):
+      assert turn._is_owned(), name
+      started.add(name)
+      return program(*args, **kwargs)
+
+    return start
+
+  programs = {name: value for name, value in vars(sampler).items() if hasattr(value, "lower") and callable(value)}
+  for name, program in programs.items():
+    monkeypatch.setattr(sampler, name, in_turn(name, program))
+  whole = NamedSharding(Mesh(np.array(jax.devices()[:1]), "x"), PartitionSpec())
+  model = POLICY._replace(placement=SlotPlacement(whole, whole, lambda: turn))
+  made = Sampler(SamplerSpec(model=model, chunk_steps=2, temperature=1.0, stop_ids=(STOP,)), num_slots=2, max_len=8)
+  params = jax.device_put(make_params(0), whole)
+  made.prefill(params, [row(0, [3, 4])], num_rows=1, width=4, live_len=8)
+  made.fetch(made.decode(params, jax.random.key(0), lane=0, live_lens=(8,)))
+  made.restore(1, made.save(0, to_host=False))
+  assert started == programs.keys()
 
 
 def test_budget_and_stop_end_a_slot_inside_the_chunk():
