@@ -47,7 +47,7 @@ _MOE = flags.DEFINE_string("moe", "auto", "moe_impl.")
 _REMAT = flags.DEFINE_string("remat", "full", "What a layer's backward pass recomputes.")
 _EXACT = flags.DEFINE_bool("exact", False, "Compile all layers rather than extrapolate.")
 _FROZEN = flags.DEFINE_list("frozen", ["attention"], "Frozen parts of the critic.")
-_CHUNK = flags.DEFINE_integer("logprob_chunk", 4096, "Tokens whose logits are held at once, over all devices.")
+_CHUNK = flags.DEFINE_integer("logprob_chunk", 1024, "Tokens whose logits are held at once, by each device.")
 
 
 def main(argv: Sequence[str]) -> None:

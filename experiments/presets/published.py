@@ -71,7 +71,7 @@ def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: f
       frozen_critic=("attention",),
       row_length=PAPER_LEN,
       rows_per_microbatch=8,
-      logprob_chunk_size=4_096,
+      logprob_chunk_size=1_024,
     ),
     engine=EngineConfig(
       num_slots=64,

@@ -92,7 +92,7 @@ class LearnerConfig:
   temperature: float = 1.0
   """Must be the engine's: both sides score the distribution that was sampled from."""
   logprob_chunk_size: int = 1024
-  """Tokens whose logits are held at once."""
+  """Tokens whose logits are held at once, by each device."""
 
   # Advantages.
   advantage: Advantage = "gae"

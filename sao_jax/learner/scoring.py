@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from sao_jax.ops import logprobs, masking
 from sao_jax.types import PolicyOutput, TokenBatch
+
+_ROWS, _COLUMNS = ("data", "fsdp", "expert"), ("context",)
+"""Mesh axes that split a batch; see the table in `sharding/rules.py`."""
 
 
 def action_logprobs(
@@ -13,25 +20,40 @@ def action_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
   """`(log pi(tokens[t] | tokens[:t]), entropy)` of action tokens, both `[B, T]` float32; 0 elsewhere.
 
-  Action tokens are gathered first: from all rows into one, on a mesh each row's own, whose devices need not look at one
-  another. Where a row's tokens are split over devices (`context`), gathering would bring them all to each of these;
-  there every token is scored, by the device that has it.
+  Action tokens are gathered first: from all rows into one, on a mesh by each device from its own part of its rows. All
+  devices then run as many chunks as the one with most of them. A device sums its tokens' gradient of the head by
+  itself, and the devices' sums are added once, after all chunks.
 
   Args:
     output: of the policy on these rows.
     batch: `[B, T]` leaves.
     temperature: the engine's.
-    chunk_size: tokens whose logits are held at once.
+    chunk_size: tokens whose logits a device holds at once.
   """
-  hidden, tokens, mask = masking.align_predictions(output.hidden), batch.tokens, batch.action_mask
   mesh = jax.sharding.get_abstract_mesh()
-  if not mesh.empty and mesh.shape.get("context", 1) > 1:
-    return logprobs.chunked_token_logprobs(
-      hidden, output.lm_head, tokens, temperature=temperature, chunk_size=chunk_size
-    )
-  if mesh.empty or mesh.size == 1:
-    hidden, tokens, mask = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1), mask.reshape(-1)
-  logp, entropy = logprobs.masked_token_logprobs(
-    hidden, output.lm_head, tokens, mask, temperature=temperature, chunk_size=chunk_size
-  )
-  return logp.reshape(batch.tokens.shape), entropy.reshape(batch.tokens.shape)
+  rows, columns = _splitting(mesh, batch.tokens.shape[0], *_ROWS), _splitting(mesh, batch.tokens.shape[1], *_COLUMNS)
+
+  def score(hidden: jax.Array, head: jax.Array, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logp, entropy = logprobs.masked_token_logprobs(
+      hidden.reshape(-1, hidden.shape[-1]), head.astype(dtype), tokens.reshape(-1), mask.reshape(-1),
+      temperature=temperature, chunk_size=chunk_size, axis_names=rows + columns,
+    )  # fmt: skip
+    return logp.reshape(tokens.shape), entropy.reshape(tokens.shape)
+
+  head, dtype = output.lm_head, output.lm_head.dtype
+  if rows or columns:
+    # Gathered as it is; its cast to float32 is for the way back, the sum over devices, and costs nothing on the way in.
+    gathered = NamedSharding(mesh, PartitionSpec(None, PartitionSpec.UNCONSTRAINED))
+    head = jax.lax.with_sharding_constraint(head, gathered).astype(jnp.float32)
+    here = PartitionSpec(rows or None, columns or None)
+    score = jax.shard_map(
+      score, mesh=mesh, in_specs=(here, PartitionSpec(), here, here), out_specs=here, axis_names={*rows, *columns},
+      check_vma=False,
+    )  # fmt: skip
+  return score(masking.align_predictions(output.hidden), head, batch.tokens, batch.action_mask)
+
+
+def _splitting(mesh: AbstractMesh, size: int, *names: str) -> tuple[str, ...]:
+  """Those of the named axes that the ambient mesh has with several devices, if together they divide `size`."""
+  used = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
+  return used if size % math.prod(mesh.shape[name] for name in used) == 0 else ()

@@ -47,7 +47,7 @@ def make_sft_step(
   Args:
     config: the optimizer.
     policy_apply: the policy.
-    logprob_chunk_size: tokens whose logits are held at once.
+    logprob_chunk_size: tokens whose logits are held at once, by each device.
     jit: compile the step, donating its state; False returns the plain function.
 
   Returns:

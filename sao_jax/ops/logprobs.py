@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -89,6 +90,7 @@ def masked_token_logprobs(
   *,
   temperature: float = 1.0,
   chunk_size: int,
+  axis_names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array]:
   """`chunked_token_logprobs` of the tokens where the mask is True; both results are 0 elsewhere, and cost nothing.
 
@@ -104,6 +106,8 @@ def masked_token_logprobs(
     mask: `[...]` bool: which tokens to score.
     temperature: τ > 0, the one the engine samples with.
     chunk_size: ≥ 1, tokens whose logits may exist at once; a row has at least `MIN_CHUNKS` chunks.
+    axis_names: inside `jax.shard_map`, axes along which devices have tokens of their own: they run as many chunks as
+      one another, since the loop may hold collectives over other axes.
 
   Returns:
     `(logp, entropy)`, both `[...]` float32.
@@ -118,7 +122,7 @@ def masked_token_logprobs(
   rows, columns = math.prod(ids.shape[:-1]), ids.shape[-1]
   width = _masked_width(rows, columns, chunk_size)
   arguments = (h.reshape(rows, columns, h.shape[-1]), ids.reshape(rows, columns), chosen.reshape(rows, columns), w)
-  logp, entropy = _masked(float(temperature), width, *arguments)
+  logp, entropy = _masked(float(temperature), width, tuple(axis_names), *arguments)
   return logp.reshape(ids.shape), entropy.reshape(ids.shape)
 
 
@@ -127,7 +131,7 @@ def masked_chunks(mask: ArrayLike, *, chunk_size: int) -> tuple[jax.Array, int, 
   chosen = _checks.boolean("mask", mask)
   rows, columns = math.prod(chosen.shape[:-1]), chosen.shape[-1]
   width = _masked_width(rows, columns, chunk_size)
-  return _used_chunks(chosen.reshape(rows, columns), width), math.ceil(columns / width), rows * width
+  return _used_chunks(chosen.reshape(rows, columns), width, ()), math.ceil(columns / width), rows * width
 
 
 def _head_inputs(
@@ -279,9 +283,10 @@ def _masked_width(rows: int, columns: int, chunk_size: int) -> int:
   return max(1, min(chunk_size // max(rows, 1), math.ceil(columns / MIN_CHUNKS)))
 
 
-def _used_chunks(mask: jax.Array, width: int) -> jax.Array:
-  """Chunks that hold a masked token of any row."""
-  return -(-jnp.max(jnp.sum(mask, axis=-1), initial=0) // width)
+def _used_chunks(mask: jax.Array, width: int, axis_names: tuple[str, ...]) -> jax.Array:
+  """Chunks that hold a masked token of any row, of any device along the axes."""
+  used = -(-jnp.max(jnp.sum(mask, axis=-1), initial=0) // width)
+  return lax.pmax(used, axis_names) if axis_names else used
 
 
 class _Order(NamedTuple):
@@ -297,7 +302,7 @@ class _Order(NamedTuple):
   """Chunks that hold anything."""
 
 
-def _order(mask: jax.Array, width: int) -> _Order:
+def _order(mask: jax.Array, width: int, axis_names: tuple[str, ...]) -> _Order:
   columns = mask.shape[1]
   padding = -columns % width
   first = jnp.argsort(~mask, axis=-1, stable=True)
@@ -305,7 +310,7 @@ def _order(mask: jax.Array, width: int) -> _Order:
     column=jnp.pad(first, ((0, 0), (0, padding)), mode="edge"),
     valid=jnp.arange(columns + padding) < jnp.sum(mask, axis=-1, keepdims=True),
     place=jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0),
-    used=_used_chunks(mask, width),
+    used=_used_chunks(mask, width, axis_names),
   )
 
 
@@ -324,17 +329,29 @@ def _put_back(x: jax.Array, order: _Order, mask: jax.Array) -> jax.Array:
   return jnp.where(mask.reshape(*mask.shape, *extra), placed, jnp.zeros((), x.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _masked(
-  temperature: float, width: int, h: jax.Array, ids: jax.Array, mask: jax.Array, w: jax.Array
+  temperature: float,
+  width: int,
+  axis_names: tuple[str, ...],
+  h: jax.Array,
+  ids: jax.Array,
+  mask: jax.Array,
+  w: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  return _masked_forward(temperature, width, h, ids, mask, w)[0]
+  return _masked_forward(temperature, width, axis_names, h, ids, mask, w)[0]
 
 
 def _masked_forward(
-  temperature: float, width: int, h: jax.Array, ids: jax.Array, mask: jax.Array, w: jax.Array
+  temperature: float,
+  width: int,
+  axis_names: tuple[str, ...],
+  h: jax.Array,
+  ids: jax.Array,
+  mask: jax.Array,
+  w: jax.Array,
 ) -> tuple[_Pair, tuple[Any, ...]]:
-  order = _order(mask, width)
+  order = _order(mask, width, axis_names)
 
   def chunk(i: jax.Array, written: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     results = _forward_chunk(_take(h, order, i, width), _take(ids, order, i, width), w, temperature)
@@ -349,7 +366,7 @@ def _masked_forward(
 
 
 def _masked_backward(
-  temperature: float, width: int, residuals: tuple[Any, ...], cotangents: _Pair
+  temperature: float, width: int, _: tuple[str, ...], residuals: tuple[Any, ...], cotangents: _Pair
 ) -> tuple[jax.Array, None, None, jax.Array]:
   h, ids, mask, w, order, logsumexp, entropy = residuals
 

@@ -14,10 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax.learner import scoring
 from sao_jax.models.attention import packed_attention
 from sao_jax.models.expert_parallel import apply_experts
 from sao_jax.models.moe import ExpertKernels, expert_mlp
+from sao_jax.ops import masking
 from sao_jax.sharding import make_mesh, on_mesh, parse_mesh, replicated
+from sao_jax.types import PolicyOutput
+from tests.sharding import tiny
 
 ROWS, LENGTH, EXPERTS, DIM, WIDTH, CHOICES = 8, 8, 8, 16, 12, 2
 
@@ -38,24 +42,57 @@ def random(*shape: int) -> jax.Array:
   return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)
 
 
-def compare(fn: Callable[..., jax.Array], mesh_text: str, inputs: tuple, cases: dict[str, Any]) -> dict[str, float]:
-  """`fn(*inputs, case)` and its gradients, jitted once on the mesh and once off it."""
+def compare(
+  fn: Callable[..., jax.Array],
+  mesh_text: str,
+  inputs: tuple,
+  cases: dict[str, Any],
+  oracle: Callable[..., jax.Array] | None = None,
+) -> dict[str, float]:
+  """`fn(*inputs, case)` and its gradients, jitted once on the mesh, against it (or an oracle) off the mesh."""
   mesh = make_mesh(parse_mesh(mesh_text))
 
-  def both(*args: Any) -> Any:
-    y = fn(*args)
-    return jnp.sum(jnp.sin(y)), y
+  def gradient(fn: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def both(*args: Any) -> Any:
+      y = fn(*args)
+      return jnp.sum(jnp.sin(y)), y
 
-  gradient = jax.value_and_grad(both, argnums=tuple(range(len(inputs))), has_aux=True)
-  plain, spread = jax.jit(gradient), jax.jit(on_mesh(gradient, mesh))
+    return jax.value_and_grad(both, argnums=tuple(range(len(inputs))), has_aux=True)
+
+  plain, spread = jax.jit(gradient(oracle or fn)), jax.jit(on_mesh(gradient(fn), mesh))
   report = {}
   for name, case in cases.items():
     wanted = jax.tree.leaves(plain(*inputs, case))
     got = jax.tree.leaves(spread(*jax.device_put((*inputs, case), replicated(mesh))))
-    scale = max(float(jnp.max(jnp.abs(x))) for x in wanted)
-    differences = (np.abs(np.asarray(x) - np.asarray(y)).max() for x, y in zip(got, wanted, strict=True))
+    scale = max(float(jnp.max(jnp.abs(x))) for x in wanted) or 1.0
+    pairs = zip(got, wanted, strict=True)
+    differences = (np.abs(np.asarray(x, np.float32) - np.asarray(y, np.float32)).max() for x, y in pairs)
     report[name] = float(max(differences)) / scale
   return report
+
+
+def action_masks() -> dict[str, np.ndarray]:
+  """`[B, T]`: from none on any device to all on one."""
+  none = np.zeros((ROWS, LENGTH), bool)
+  one_device, one_token, uneven = none.copy(), none.copy(), none.copy()
+  one_device[:4, LENGTH // 2 :] = one_token[5, 1] = True
+  uneven[1::2, :3] = uneven[:2] = uneven[-1, -1] = True
+  return {"none": none, "all of one device": one_device, "one token": one_token, "uneven": uneven}
+
+
+def log_probs(hidden: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
+  """Log-probs and entropies of action tokens as the learner computes them, `[2, B, T]`; 0 elsewhere."""
+  batch = tiny.make_batch()
+  batch = batch.replace(tokens=jnp.asarray(batch.tokens[0, :, :LENGTH] % head.shape[1]), action_mask=mask)
+  return jnp.stack(scoring.action_logprobs(PolicyOutput(hidden, head), batch, temperature=0.7, chunk_size=5))
+
+
+def full_log_probs(hidden: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
+  """The same from the logits of all tokens."""
+  tokens = tiny.make_batch().tokens[0, :, :LENGTH] % head.shape[1]
+  every = jax.nn.log_softmax(masking.align_predictions(hidden) @ head / 0.7)
+  chosen = jnp.take_along_axis(every, tokens[..., None], axis=-1)[..., 0]
+  return jnp.where(mask, jnp.stack([chosen, -jnp.sum(jnp.exp(every) * every, axis=-1)]), 0.0)
 
 
 def main() -> None:
@@ -76,6 +113,14 @@ def main() -> None:
   attention = functools.partial(packed_attention, scale=0.3, impl="chunked")
   heads = (random(2, 32, 4, 8), random(2, 32, 2, 8), random(2, 32, 2, 8))
   report["attention"] = compare(attention, "fsdp=2,tensor=2,context=2", heads, {"chunked": segments})
+
+  cases = {name: jnp.asarray(mask) for name, mask in action_masks().items()}
+  for mesh in ("fsdp=2,tensor=2,context=2", "context=8"):
+    report[f"log-probs, {mesh}"] = compare(
+      log_probs, mesh, (random(ROWS, LENGTH, DIM), random(DIM, EXPERTS)), cases, full_log_probs
+    )
+  halves = (random(ROWS, LENGTH, DIM).astype(jnp.bfloat16), random(DIM, EXPERTS).astype(jnp.bfloat16))
+  report["log-probs, bfloat16"] = compare(log_probs, "fsdp=2,tensor=2,context=2", halves, {"uneven": cases["uneven"]})
   print(json.dumps(report))
 
 
