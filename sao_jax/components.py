@@ -50,6 +50,9 @@ class Components:
     self._make_domain = make_domain
     self._cluster: EngineCluster | None = None
     self.placement = Placement(config)
+    if self.placement.mesh.size > 1:
+      # What the mesh cannot split is told before any work.
+      self.placement.shapes(functools.partial(models.init_policy, config.policy), self.key("policy"))
     self.policy_apply: PolicyApply = self.placement.hold(models.policy_apply(config.policy))
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:

@@ -1,4 +1,7 @@
-"""The rollout engine's policy on a mesh: slots over the row axes, heads over `tensor`, cached time over `context`."""
+"""The rollout engine's policy on a mesh: slots over the row axes, heads over `tensor`, cached time over `context`.
+
+Key/value heads that `tensor` does not divide are cached by each of its devices; query heads are split all the same.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from sao_jax.types import Cache, CachedPolicy, Params, SlotPlacement, Window
 def cached_on_mesh(
   policy: CachedPolicy, mesh: Mesh, dispatching: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> CachedPolicy:
-  """The same policy with its cache held to `cache_shardings`; slots must divide by the row axes, heads by `tensor`.
+  """The same policy with its cache held to `cache_shardings`; slots must divide by the row axes, time by `context`.
 
   Along `context` a slot's time is split. A shorter live part of it would lie on a few of the devices, so every step
   attends to the whole cache there, masked; off `context` it is cut as usual.

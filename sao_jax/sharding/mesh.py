@@ -56,7 +56,9 @@ class MeshConfig:
     filled = {name: num_devices // known if size == -1 else size for name, size in given.items()}
     if math.prod(filled.values()) != num_devices:
       shown = ", ".join(f"{name}={size}" for name, size in given.items())
-      raise ValueError(f"MeshConfig({shown}) must cover the devices: there are {num_devices}, it has {known}.")
+      what = f"sizes that divide the devices, since one is -1: there are {num_devices}, they multiply to {known}"
+      what = what if -1 in given.values() else f"as many as the devices: there are {num_devices}, it has {known}"
+      raise ValueError(f"MeshConfig({shown}) must have {what}.")
     return tuple(filled.values())
 
 

@@ -27,6 +27,12 @@ EXPERT_SHARD = ("fsdp", "context")
 """The same for stacked experts, whose first dimension takes `expert`."""
 
 
+class IfEven(NamedTuple):
+  """An axis that splits a dimension only where it divides it; elsewhere every device along it holds the dimension."""
+
+  axis: str
+
+
 class Rule(NamedTuple):
   """One row of the table."""
 
@@ -62,9 +68,9 @@ RULES: tuple[Rule, ...] = (
   Rule("*norm/scale", (None,)),
 )
 
-CACHE_RULES: tuple[Rule, ...] = (
-  Rule("key", (ROWS, "tensor", None, "context")),  # [S, K, Dh, max_len]
-  Rule("value", (ROWS, "tensor", "context", None)),  # [S, K, max_len, Dh]
+CACHE_RULES: tuple[Rule, ...] = (  # Models with few key/value heads want more devices than these for the others.
+  Rule("key", (ROWS, IfEven("tensor"), None, "context")),  # [S, K, Dh, max_len]
+  Rule("value", (ROWS, IfEven("tensor"), "context", None)),  # [S, K, max_len, Dh]
 )
 
 
@@ -116,10 +122,13 @@ def _fit(name: str, shape: Sequence[int], dim: int, axes: Axes, mesh: Mesh) -> A
   wanted = (axes,) if isinstance(axes, str) else axes or ()
   used = tuple(axis for axis in wanted if mesh.shape[axis] > 1)
   ways = math.prod(mesh.shape[axis] for axis in used)
+  if shape[dim] % ways and isinstance(axes, IfEven):
+    return None
   if shape[dim] % ways:
     shown = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in used)
     raise ValueError(
-      f"{name!r} of shape {tuple(shape)}: dimension {dim} ({shape[dim]}) does not divide by mesh axes {shown} = {ways}."
+      f"{name!r} of shape {tuple(shape)}: dimension {dim} ({shape[dim]}) must be a multiple of {ways}, "
+      f"since mesh axes {shown} split it."
     )
   return used if len(used) > 1 else used[0] if used else None
 
@@ -146,7 +155,7 @@ def shardings_for(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
 
 
 def cache_shardings(cache: Any, mesh: Mesh) -> Any:
-  """Key/value caches: slots over `ROWS`, heads over `tensor`, time over `context`."""
+  """Key/value caches: slots over `ROWS`, heads over `tensor` where it divides them, time over `context`."""
   return shardings_for(cache, mesh, CACHE_RULES)
 
 

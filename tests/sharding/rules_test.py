@@ -80,7 +80,9 @@ def test_other_rank_is_named():
 
 
 def test_indivisible_dimension_names_path_shape_and_axes():
-  message = r"'mlp/up_proj/kernel' of shape \(30, 48\): dimension 0 \(30\).*fsdp=2 x context=2 = 4"
+  message = (
+    r"'mlp/up_proj/kernel' of shape \(30, 48\): dimension 0 \(30\).*multiple of 4, since mesh axes fsdp=2 x context=2"
+  )
   with pytest.raises(ValueError, match=message):
     spec_for(("mlp", "up_proj", "kernel"), (30, 48), mesh_of(fsdp=2, context=2))
 
@@ -103,5 +105,7 @@ def test_caches_split_slots_heads_and_time():
   shardings = cache_shardings(cache, mesh_of(fsdp=4, tensor=2, context=2))
   assert shardings["layers_0"]["key"].spec == PartitionSpec("fsdp", "tensor", None, "context")
   assert shardings["layers_1"]["value"].spec == PartitionSpec("fsdp", "tensor", "context", None)
-  with pytest.raises(ValueError, match=r"layers_0/key.*dimension 1 \(2\)"):
-    cache_shardings(cache, mesh_of(tensor=4))
+  few = cache_shardings(cache, mesh_of(fsdp=2, tensor=4))  # of two heads
+  assert few["layers_0"]["key"].spec == PartitionSpec("fsdp", None, None, None)
+  with pytest.raises(ValueError, match=r"layers_0/key.*dimension 0 \(8\).*fsdp=3"):
+    cache_shardings(cache, mesh_of(fsdp=3))
