@@ -28,9 +28,11 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from experiments import command
 from experiments.ablations import report, results, run_arm, suites, tuning
 from experiments.ablations.suites import Arm
 from sao_jax import config as config_lib
+from sao_jax.guards import RunStoppedError
 from sao_jax.io import workdir as workdir_lib
 
 LEARNING_RATES = (0.25, 0.5, 1.0, 2.0)
@@ -142,13 +144,13 @@ class Runner:
     """Runs what has not ended yet.
 
     Raises:
-      RuntimeError: runs that failed, with the ends of their logs; the others have been run.
+      RunStoppedError: runs that failed, with the ends of their logs; the others have been run.
     """
     waiting = [task for task in tasks if not (task[0] / task[2]).exists()]
     with concurrent.futures.ThreadPoolExecutor(self._jobs) as pool:
       errors = [error for error in pool.map(lambda task: self._run_one(*task), waiting) if error]
     if errors:
-      raise RuntimeError("\n".join(errors))
+      raise RunStoppedError("\n".join(errors))
 
   def _run_one(self, folder: pathlib.Path, options: list[str], last: str) -> str | None:
     """Runs one process, which ends by writing the file `last`; returns what went wrong."""
@@ -197,8 +199,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  del argv
   options = flags.FLAGS
   workdir = pathlib.Path(options.workdir).absolute()
   if options.report:
@@ -208,10 +209,6 @@ def main(argv: Sequence[str]) -> None:
     return
   if options.suite is None:
     raise app.UsageError("--suite is required without --report.")
-  try:
-    run_arm.base_config(options.base or suites.SUITES[options.suite].base, quick=options.quick)
-  except ValueError as error:
-    raise app.UsageError(f"--base: {error}") from error
   runner = Runner(options.suite, base=options.base, workdir=workdir, quick=options.quick, jobs=options.jobs)
   seeds = range(options.seeds)
   try:
@@ -226,4 +223,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

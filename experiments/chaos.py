@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from experiments import chaos_run
+from experiments import chaos_run, command
 from sao_jax import config as config_lib
 from sao_jax.io import jsonl
 from sao_jax.io.checkpoints import Checkpointer
@@ -40,6 +40,7 @@ from sao_jax.io.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACES = ("time", *chaos_run.WINDOWS)
+SCHEDULES = ("sync", "lagged", "async")
 TIMES = frozenset({"time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds"})
 """Metrics that are measured in seconds: the only ones that a killed run may differ in."""
 
@@ -242,15 +243,16 @@ def define_flags() -> None:
   flags.DEFINE_integer("seed", 0, "Decides when and where to kill.")
   flags.DEFINE_integer("kills", 20, "Kills in all.", lower_bound=1)
   flags.DEFINE_integer("num_steps", 12, "Learner steps of each run.", lower_bound=4)
-  flags.DEFINE_list("schedules", ["sync", "lagged", "async"], "Schedules to torment.")
+  flags.DEFINE_list("schedules", list(SCHEDULES), "Schedules to torment.")
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
+  del argv
   logging.set_verbosity(logging.ERROR)
   jax.config.update("jax_platforms", "cpu")  # like the runs: the audit needs no accelerator
   options = flags.FLAGS
+  if not options.schedules or not set(options.schedules) <= set(SCHEDULES):
+    raise app.UsageError(f"--schedules must be some of {', '.join(SCHEDULES)}; received {options.schedules}.")
   rng = random.Random(options.seed)
   shares = plan(options.kills, options.schedules, rng)
   faults: list[str] = []
@@ -270,4 +272,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 
+from experiments import command
 from experiments.domains import digits
 from sao_jax import evaluation, loop
 from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig, Schedule, WarmStartConfig
@@ -163,4 +164,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

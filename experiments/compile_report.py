@@ -23,7 +23,7 @@ import jax
 from absl import app, flags
 from jax.sharding import Mesh
 
-from experiments import aot
+from experiments import aot, command
 from experiments.presets.model_configs import MODELS
 from sao_jax.learner import LearnerConfig
 from sao_jax.learner.partition import parameter_counts
@@ -38,8 +38,10 @@ _EXACT_UP_TO = 8
 _MODEL = flags.DEFINE_enum("model", "qwen3_0p6b", sorted(MODELS), "Architecture.")
 _MESH = flags.DEFINE_string("mesh", "fsdp=8", "Axes and sizes, e.g. fsdp=8,context=4; with --topology, one may be -1.")
 _SEQ = flags.DEFINE_integer("seq", 4096, "Tokens of a row, and of a slot's cache.", lower_bound=2)
-_ROWS = flags.DEFINE_integer("rows", None, "Rows of a microbatch. Default: one for each way that the mesh splits rows.")
-_SLOTS = flags.DEFINE_integer("slots", None, "Slots of the decode step. Default: as many as rows.")
+_ROWS = flags.DEFINE_integer(
+  "rows", None, "Rows of a microbatch. Default: one for each way that the mesh splits rows.", lower_bound=1
+)
+_SLOTS = flags.DEFINE_integer("slots", None, "Slots of the decode step. Default: as many as rows.", lower_bound=1)
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU to compile for, e.g. v5p:4x4x4 or v6e:8x8 (needs libtpu).")
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), f"Which of {', '.join(PROGRAMS)} to compile.")
 _ATTENTION = flags.DEFINE_string("attention", "auto", "attention_impl.")
@@ -51,8 +53,7 @@ _CHUNK = flags.DEFINE_integer("logprob_chunk", 1024, "Tokens whose logits are he
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  del argv
   sys.stdout.reconfigure(line_buffering=True)  # Each program takes minutes: show what is known, through pipes too.
   unknown = set(_PROGRAMS.value) - set(PROGRAMS)
   if unknown:
@@ -90,7 +91,9 @@ def build_mesh(config: MeshConfig, topology: str | None) -> Mesh:
     try:
       description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except Exception as error:
-      raise RuntimeError(f"--topology={topology} needs the libtpu package and a name that it knows: {error}") from error
+      raise ValueError(
+        f"--topology={topology} needs libtpu (pip install -e '.[tpu]') and a name that it knows: {error}"
+      ) from error
     return make_mesh(config, description.devices)
   if -1 in config.axes().values():
     raise ValueError(f"--mesh must give every size where there is no --topology; received {_MESH.value!r}.")
@@ -195,4 +198,4 @@ def readable(size: float) -> str:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ast
 import collections.abc
 import dataclasses
-import difflib
 import inspect
 import itertools
+import pathlib
+import runpy
 import sys
 import textwrap
 import types
@@ -25,6 +26,8 @@ import ml_collections
 from absl import flags
 from ml_collections import config_dict
 from ml_collections import config_flags as ml_config_flags
+
+from experiments.domains.options import closest
 
 T = TypeVar("T")
 
@@ -48,7 +51,7 @@ def from_config_dict(
   values = dict(config.items())
   for name in values:
     if name not in fields:
-      raise ValueError(f"{path}.{name} is not a field of {config_type.__name__}{_closest(str(name), fields)}")
+      raise ValueError(f"{path}.{name} is not a field of {config_type.__name__}{closest(str(name), fields)}")
   missing = [
     name for name, field in fields.items()
     if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -92,13 +95,11 @@ def parser(
 
   def parse(argv: Sequence[str]) -> list[str]:
     kept, replaced = _split_overrides(config_type, argv)
-    try:
-      ml_config_flags.DEFINE_config_file("config", default, text, flag_values=flag_values, sys_argv=kept)
-      # --help shows what the main module defines; this module defines the flag on its behalf.
-      flag_values.register_key_flag_for_module(argv[0], flag_values["config"])
-      rest = list(flag_values(kept))
-    except (AttributeError, KeyError) as error:  # ml_collections' answer to a key that a mapping of the preset lacks
-      raise ValueError(f"--config has no such field: {error.args[0]}") from error
+    _check_options(load_preset(_preset_of(kept) or default), kept)
+    ml_config_flags.DEFINE_config_file("config", default, text, flag_values=flag_values, sys_argv=kept)
+    # --help shows what the main module defines; this module defines the flag on its behalf.
+    flag_values.register_key_flag_for_module(argv[0], flag_values["config"])
+    rest = list(flag_values(kept))
     for field, value in replaced.items():
       *parents, last = field.split(".")
       node: Any = flag_values["config"].value
@@ -112,7 +113,7 @@ def parser(
     try:
       return parse(argv)
     except (flags.Error, ValueError, OSError) as error:
-      sys.exit(f"{argv[0]}: {error}")
+      sys.exit(f"{pathlib.Path(argv[0]).stem}: {error}")
 
   return parse_or_exit
 
@@ -123,6 +124,46 @@ def read(config_type: type[T], *, flag_values: flags.FlagValues = flags.FLAGS) -
     return from_config_dict(config_type, flag_values["config"].value)
   except (TypeError, ValueError, OSError) as error:
     sys.exit(f"--config: {error}")
+
+
+def load_preset(preset: str) -> ml_collections.ConfigDict:
+  """What the `get_config` of a preset returns, so that what is wrong with it is known before the flag is defined.
+
+  Args:
+    preset: `FILE.py`, or `FILE.py:ARGUMENT` for a `get_config` with an argument.
+
+  Raises:
+    ValueError: no such file (with those that there are), no Python, no `get_config`, or one that refuses the argument.
+  """
+  path, _, argument = preset.partition(":")
+  if not pathlib.Path(path).is_file():
+    raise ValueError(f"--config must be the file of a preset; received {path!r}, which is none. There are\n{presets()}")
+  try:
+    get_config = runpy.run_path(path).get("get_config")
+  except (SyntaxError, UnicodeDecodeError) as error:
+    raise ValueError(f"--config={path} is not a Python file: {error}") from error
+  if get_config is None:
+    raise ValueError(f"--config={path} is not a preset: it has no get_config(). There are\n{presets()}")
+  arguments = [argument] if ":" in preset else []
+  try:
+    inspect.signature(get_config).bind(*arguments)
+  except TypeError as error:
+    takes = "nothing" if arguments else "an argument"
+    raise ValueError(f"--config={path} takes {takes} behind a colon; received {preset!r}.") from error
+  try:
+    return typing.cast(ml_collections.ConfigDict, get_config(*arguments))
+  except (ValueError, OSError) as error:
+    raise ValueError(f"--config={preset}: {error}") from error
+
+
+def presets() -> str:
+  """A line for each preset of `experiments/presets`: its file, and the first line of its docstring."""
+  lines = []
+  for path in sorted((pathlib.Path(__file__).parent / "presets").glob("*.py")):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if any(isinstance(node, ast.FunctionDef) and node.name == "get_config" for node in tree.body):
+      lines.append(f"  experiments/presets/{path.name}  {(ast.get_docstring(tree) or '').splitlines()[0]}")
+  return "\n".join(lines)
 
 
 def parse_mapping(text: str) -> dict[str, Any] | None:
@@ -235,11 +276,6 @@ def _plain(value: Any) -> Any:
   return value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
 
 
-def _closest(name: str, known: collections.abc.Iterable[str]) -> str:
-  matches = difflib.get_close_matches(name, list(known), n=3)
-  return f"; did you mean {' or '.join(matches)}?" if matches else f"; it has {', '.join(known)}."
-
-
 def _hint_of(config_type: Any, field: str) -> Any:
   """The type of a dotted field; inside a mapping anything goes."""
   hint, path = config_type, "config"
@@ -252,7 +288,7 @@ def _hint_of(config_type: Any, field: str) -> Any:
       raise ValueError(f"{path} is {_show(hint)} and has no field {part!r}.")
     hints = typing.get_type_hints(hint)
     if part not in hints:
-      raise ValueError(f"{path}.{part} is not a field of {typing.cast(Any, hint).__name__}{_closest(part, hints)}")
+      raise ValueError(f"{path}.{part} is not a field of {typing.cast(Any, hint).__name__}{closest(part, hints)}")
     hint, path = hints[part], f"{path}.{part}"
   return hint
 
@@ -277,6 +313,32 @@ def _split_overrides(config_type: type[Any], argv: Sequence[str]) -> tuple[list[
     else:
       kept.append(argument)
   return kept, replaced
+
+
+def _preset_of(argv: Sequence[str]) -> str | None:
+  """The value of the last `--config`, as absl reads it; None without one."""
+  found = None
+  for argument, after in itertools.zip_longest(argv, argv[1:]):
+    name, equals, value = argument.partition("=")
+    if argument.startswith("-") and name.lstrip("-") == "config":
+      found = value if equals else after
+  return found
+
+
+def _check_options(config: ml_collections.ConfigDict, argv: Sequence[str]) -> None:
+  """Refuses an override of a key that a mapping of the preset lacks: nobody knows the type of its value."""
+  for argument in argv:
+    name = argument.partition("=")[0].lstrip("-")
+    if not argument.startswith("-") or not name.startswith("config."):
+      continue
+    node: Any = config
+    path = name.split(".")
+    for depth, part in enumerate(path[1:], start=1):
+      if isinstance(node, ml_collections.ConfigDict) and part not in node:
+        parent = ".".join(path[:depth])
+        whole = f" What the preset lacks is given with all the rest: --{parent}=\"{{'key': value, ...}}\"."
+        raise ValueError(f"{name} is not in the preset's {parent}{closest(part, node)}{whole}")
+      node = node[part] if isinstance(node, ml_collections.ConfigDict) else None
 
 
 def _mapping(field: str, text: str) -> dict[str, Any]:

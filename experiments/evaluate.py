@@ -25,7 +25,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from experiments import benchmark_sets, config_flags
+from experiments import benchmark_sets, command, config_flags
 from experiments.domains.factory import make_domain
 from experiments.fingerprint import fingerprint
 from sao_jax import config as config_lib
@@ -37,7 +37,7 @@ from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.jsonl import JsonlFile, cut_after_step
 from sao_jax.learner.algorithms import learner_config
-from sao_jax.rollout import EngineConfig
+from sao_jax.rollout import EngineConfig, TooManyFailuresError
 from sao_jax.types import Params
 
 
@@ -63,8 +63,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  del argv
   logging.set_verbosity(logging.WARNING)
   options = flags.FLAGS
   check(options, [name for name in (*OF_RUNS, *OF_BENCHMARKS) if options[name].present])
@@ -102,10 +101,7 @@ def check(options: Any, given: Sequence[str]) -> None:
     return
   if options.benchmark is None or options.out is None:
     raise app.UsageError("--checkpoint needs --benchmark and --out.")
-  try:
-    benchmark_sets.default_runs(options.benchmark)
-  except ValueError as error:
-    raise app.UsageError(f"--benchmark: {error}") from error
+  benchmark_sets.default_runs(options.benchmark)
   if "settings" in given:
     parse_settings(options.settings)
 
@@ -127,7 +123,7 @@ def evaluate_run(workdir: pathlib.Path, episodes: int | None, samples: str | Non
 
   Raises:
     ValueError: the workdir holds no checkpoint.
-    RuntimeError: every episode failed.
+    TooManyFailuresError: every episode failed.
   """
   config = config_flags.from_config_dict(RunConfig, json.loads((workdir / "config.json").read_bytes()))
   with Components(config, make_domain(config)) as parts:
@@ -154,7 +150,7 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
 
   Raises:
     ValueError: a setting that the benchmark or the engine refuses, or a folder that holds another evaluation.
-    RuntimeError: every episode failed; nothing is written.
+    TooManyFailuresError: every episode failed; nothing is written.
   """
   out = pathlib.Path(options.out)
   num_runs = options.num_runs or benchmark_sets.default_runs(options.benchmark)
@@ -238,10 +234,10 @@ def describe(result: evaluation.PassAtOne) -> str:
   )
 
 
-def all_failed(count: int, parts: Components) -> RuntimeError:
+def all_failed(count: int, parts: Components) -> TooManyFailuresError:
   """The error that says of what kinds the failures were."""
   kinds = ", ".join(f"{kind} ({n})" for kind, n in parts.rollouts.counters()["failed_by_kind"].items())
-  return RuntimeError(
+  return TooManyFailuresError(
     f"all {count} episodes failed, so nothing was measured: {kinds}; the first of each is told above."
   )
 
@@ -263,4 +259,4 @@ def restore_policy(parts: Components, workdir: pathlib.Path) -> tuple[int, Param
 if __name__ == "__main__":
   define_flags()
   with exits.whatever_is_left():
-    app.run(main)
+    command.run(main)

@@ -15,8 +15,9 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from absl import app, flags, logging
+from absl import flags, logging
 
+from experiments import command
 from experiments.ablations import suites
 from experiments.domains.options import checked
 from experiments.online.questions import STYLES
@@ -39,8 +40,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  del argv
   options = flags.FLAGS
   logging.set_verbosity(logging.WARNING)
   settings = {"phase_steps": options.phase_steps}
@@ -72,4 +72,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

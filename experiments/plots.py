@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from experiments import command
 from sao_jax.io import metrics as metrics_io
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.types import Trajectory
@@ -253,4 +254,4 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
   # Not at import: train.py, which has a --workdir of its own, imports this module.
   flags.DEFINE_string("workdir", None, "The run's folder.")
-  app.run(main)
+  command.run(main)

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
-from absl import app, flags
+from absl import flags
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments import plots
+from experiments import command, plots
 from experiments.cluster.simulator import ClusterConfig, Result, simulate
 from experiments.cluster.workload import Distributions, LogNormal, Recorded, Workload
 
@@ -185,11 +185,11 @@ def define_flags() -> None:
   flags.DEFINE_string("trajectories", None, "Take lengths from this trajectories.jsonl.")
   flags.DEFINE_float("tool_s", PAPER_WORKLOAD.tool_s.median, "Median tool latency in seconds.")
   flags.DEFINE_float("tool_sigma", PAPER_WORKLOAD.tool_s.sigma, "Sigma of its log-normal.")
-  flags.DEFINE_integer("chips", 256, "Chips to split between trainer and engines.")
-  flags.DEFINE_integer("chips_per_engine", 8, "Chips of one engine.")
-  flags.DEFINE_integer("trainer_chips", 64, "Chips that --train_s and --train_token_s are for.")
+  flags.DEFINE_integer("chips", 256, "Chips to split between trainer and engines.", lower_bound=2)
+  flags.DEFINE_integer("chips_per_engine", 8, "Chips of one engine.", lower_bound=1)
+  flags.DEFINE_integer("trainer_chips", 64, "Chips that --train_s and --train_token_s are for.", lower_bound=1)
   flags.DEFINE_string("plots", None, "Folder for the plots; none if not given.")
-  flags.DEFINE_integer("steps", 40, "Trainer steps measured per simulation.")
+  flags.DEFINE_integer("steps", 40, "Trainer steps measured per simulation.", lower_bound=1)
   flags.DEFINE_integer("seed", 0, "Seed of the episodes.", lower_bound=0)
   for name, default in _cluster_numbers(PAPER).items():
     define = flags.DEFINE_float if isinstance(default, float) else flags.DEFINE_integer
@@ -201,8 +201,7 @@ def _cluster_numbers(config: ClusterConfig) -> dict[str, float | int]:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
+  del argv
   options = flags.FLAGS
   tool_s = LogNormal(median=options.tool_s, sigma=options.tool_sigma)
   workload: Workload = dataclasses.replace(PAPER_WORKLOAD, tool_s=tool_s)
@@ -239,4 +238,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

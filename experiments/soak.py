@@ -30,9 +30,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import flags, logging
 
-from experiments import chaos_run
+from experiments import chaos_run, command
 from experiments.domains.overload import SCENARIOS, Clock, Scenario, Times, make_domain
 from sao_jax import loop
 from sao_jax.config import CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig
@@ -303,16 +303,17 @@ def define_flags() -> None:
   flags.DEFINE_float("minutes", 30.0, "How long, from when all is compiled (not for short_episodes).", lower_bound=0.01)
   flags.DEFINE_integer("episodes", None, "For short_episodes: how many, instead of 10,000.", lower_bound=16)
   flags.DEFINE_integer("long_turns", None, "For long_episode: turns of the long one, instead of 1,000.", lower_bound=2)
-  flags.DEFINE_float("slow_tool_s", 120.0, "What a slow tool takes.")
-  flags.DEFINE_float("stall_every_s", 300.0, "Time between the starts of two stalls.")
-  flags.DEFINE_float("stall_s", 45.0, "How long all tools stand still then.")
-  flags.DEFINE_float("env_timeout_s", 180.0, "EngineConfig.env_timeout_s: what hangs is given up after it.")
+  flags.DEFINE_float("slow_tool_s", 120.0, "What a slow tool takes.", lower_bound=0.0)
+  flags.DEFINE_float("stall_every_s", 300.0, "Time between the starts of two stalls.", lower_bound=0.01)
+  flags.DEFINE_float("stall_s", 45.0, "How long all tools stand still then.", lower_bound=0.0)
+  flags.DEFINE_float(
+    "env_timeout_s", 180.0, "EngineConfig.env_timeout_s: what hangs is given up after it.", lower_bound=0.01
+  )
   flags.DEFINE_float("sample_s", 10.0, "Time between two lines.", lower_bound=0.05)
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
+  del argv
   logging.set_verbosity(logging.ERROR)
   options = flags.FLAGS
   scenario = SCENARIOS[options.scenario]
@@ -332,4 +333,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

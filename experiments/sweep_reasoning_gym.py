@@ -21,9 +21,10 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from sao_jax.envs.reasoning_gym_env import ReasoningGym, ReasoningGymConfig
+from experiments import command
+from sao_jax.envs.reasoning_gym_env import ReasoningGym, ReasoningGymConfig, check_task
 
 _MARK = "sweep_mark_7391"
 """Stands in attacks: text of an answer that is run has it in its code."""
@@ -202,6 +203,8 @@ def main(argv: list[str]) -> int:
   del argv
   from reasoning_gym.factory import DATASETS, has_curriculum
 
+  for task in _TASKS.value or ():
+    check_task(task)
   outcomes = []
   for task in _TASKS.value or sorted(DATASETS):
     for level in LEVELS if has_curriculum(task) else (None,):
@@ -224,4 +227,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)

@@ -6,25 +6,21 @@ from __future__ import annotations
 import datetime
 import functools
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import app, flags, logging
 from rich.table import Table
 
-from experiments import config_flags, plots
-from experiments.domains.factory import FactoryError, make_domain
+from experiments import command, config_flags, plots
+from experiments.domains.factory import make_domain
 from sao_jax import config as config_lib
 from sao_jax import exits, loop
 from sao_jax.config import RunConfig
-from sao_jax.guards import RunStoppedError
 from sao_jax.interrupts import Interrupted, Interrupts
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io import workdir as workdir_lib
-from sao_jax.io.checkpoints import CheckpointError
 from sao_jax.io.console import Console
-from sao_jax.rollout import TooManyFailuresError
 from sao_jax.sharding import distributed
 
 DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
@@ -41,8 +37,7 @@ _STAGE = flags.DEFINE_enum(
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  del argv
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every file at INFO.
   launch = distributed.initialize_from_environment()
   if launch is not None and _WORKDIR.value is None:
@@ -66,8 +61,6 @@ def main(argv: Sequence[str]) -> None:
       console.print(f"go on       the same command, with --workdir={workdir}")
   except Interrupted:
     console.print(f"Stopped by a signal; the same command, with --workdir={workdir}, goes on from here.")
-  except (FactoryError, workdir_lib.WorkdirError, CheckpointError, RunStoppedError, TooManyFailuresError) as error:
-    sys.exit(f"train: {error}")  # What these say is all that a user needs: a traceback would bury it.
 
 
 def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console, *, named: pathlib.Path) -> None:
@@ -99,4 +92,4 @@ def success_table(summary: Mapping[str, Any]) -> Table:
 
 if __name__ == "__main__":
   with exits.whatever_is_left():
-    app.run(main, flags_parser=config_flags.parser(RunConfig, default=DEFAULT_PRESET))
+    command.run(main, flags_parser=config_flags.parser(RunConfig, default=DEFAULT_PRESET))

@@ -15,6 +15,7 @@ import jax
 from sao_jax import models
 from sao_jax.config import RunConfig
 from sao_jax.evaluation import BothSplits
+from sao_jax.extras import needed
 from sao_jax.learner import LearnerState, PackStats, init_state, make_baselines, make_update_step, pack_batch
 from sao_jax.placement import Placement
 from sao_jax.processes import SharedRollouts, SharedSource, check_processes
@@ -193,7 +194,8 @@ def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement) ->
 
 
 def _remote_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
-  from sao_jax.rollout.remote import RemoteEngine  # needs the extra `serve`
+  with needed("serve"):
+    from sao_jax.rollout.remote import RemoteEngine
 
   return RemoteEngine(
     remote=config.remote,

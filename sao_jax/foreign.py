@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from sao_jax.extras import needed
+
 MOST_BYTES = 1 << 26
 """Of a file of JSON; parsed it takes some twenty times as much."""
 _MOST_GGUF_VALUES = 4_000_000
@@ -72,14 +74,12 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
   """A reader of a GGUF file, `gguf.GGUFReader`, that does not believe what the file says of its own sizes.
 
   Raises:
-    ImportError: the optional package `gguf` is not installed.
+    MissingExtraError: the optional package `gguf` is not installed.
     FileNotFoundError: nothing is there.
     ValueError: it is no whole GGUF file; the message names it.
   """
-  try:
+  with needed("gguf"):
     import gguf
-  except ImportError as error:
-    raise ImportError("GGUF files need the optional package `gguf`: pip install 'sao_jax[gguf]'.") from error
 
   class Reader(gguf.GGUFReader):
     """Its base reads past the end as nothing, however often, and keeps an object for every value of an array."""

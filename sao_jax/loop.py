@@ -69,8 +69,7 @@ def train(
   Raises:
     ValueError: the workdir holds a different config, an earlier stage's result is missing, or `num_steps` is below the
       step that the run has come to.
-    RuntimeError: another run holds the workdir.
-    WorkdirError, CheckpointError: the workdir cannot be written to.
+    WorkdirError, CheckpointError: the workdir cannot be written to, or another run holds it.
     RunStoppedError, TooManyFailuresError: the run cannot go on by itself; it is saved up to there.
   """
   workdir = pathlib.Path(workdir).absolute()  # an environment may change the working directory

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import pathlib
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -24,6 +23,7 @@ from sao_jax.config import Stage
 from sao_jax.guards import RunStoppedError, UpdateGuard
 from sao_jax.interrupts import Interrupted, Interrupts
 from sao_jax.io import trajectory_arrays
+from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console
 from sao_jax.learner import (
@@ -377,7 +377,7 @@ def _stage_checkpointer(
 def _remove_partial(workdir: pathlib.Path, stage: Stage) -> None:
   """What a run that was stopped within the stage went on from: the stage has its result now."""
   if is_main_process():
-    shutil.rmtree(workdir / "stages" / stage / "partial", ignore_errors=True)
+    workdir_lib.delete(workdir / "stages" / stage / "partial")
 
 
 def _require_run(run: bool, stage: str, workdir: pathlib.Path) -> None:

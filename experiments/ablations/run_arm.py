@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import flags, logging
 
+from experiments import command
 from experiments.ablations import suites
 from experiments.domains.factory import FactoryError, import_named, make_domain
 from experiments.online import simulation
@@ -89,4 +90,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

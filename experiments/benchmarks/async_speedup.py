@@ -32,8 +32,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments import command
 from experiments.cluster.simulator import ClusterConfig, Result, Schedule, simulate
 from experiments.cluster.workload import Episode, LogNormal
 from sao_jax.components import Components
@@ -320,12 +321,11 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  del argv
   names = ("batch_size", "slots", "steps", "warmup_steps")
   print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

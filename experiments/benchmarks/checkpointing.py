@@ -21,8 +21,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
+from experiments import command
 from experiments.domains import tool_math
 from experiments.presets import tool_math_cpu
 from sao_jax import config as config_lib
@@ -139,8 +140,7 @@ def measure(config: RunConfig, domain: Domain, workdir: pathlib.Path, *, steps: 
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
+  del argv
   logging.set_verbosity(logging.ERROR)
   config = tool_math_cpu.make_config()
   with tempfile.TemporaryDirectory(prefix="checkpointing-") as workdir:
@@ -153,4 +153,4 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
   flags.DEFINE_integer("steps", 8, "Learner steps per round and way.", lower_bound=2)
   flags.DEFINE_integer("rounds", 5, "Rounds.", lower_bound=1)
-  app.run(main)
+  command.run(main)

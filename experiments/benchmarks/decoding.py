@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax.extras import needed
 from sao_jax.models import ModelConfig, cached_policy
 from sao_jax.rollout import Sampler, SamplerSpec
 from sao_jax.rollout.config import bucket
@@ -48,7 +49,9 @@ def tunix_model() -> Any:
     ImportError: google-tunix is not installed.
   """
   from flax import nnx
-  from tunix.models.qwen3 import model as tunix_qwen3
+
+  with needed("bench"):
+    from tunix.models.qwen3 import model as tunix_qwen3
 
   config = tunix_qwen3.ModelConfig(
     num_layers=MODEL.num_layers,

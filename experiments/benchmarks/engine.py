@@ -22,8 +22,9 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments import command
 from experiments.benchmarks import decoding
 from sao_jax.models import init_policy
 from sao_jax.rollout import Engine, EngineConfig, EpisodeRequest
@@ -145,12 +146,11 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  del argv
   names = ("slots", "max_len", "chunk_steps", "lanes", "env_workers", "seconds", "repeats", "warmup")
   print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax.extras import needed
 from sao_jax.ops import _recurrences, advantages
 
 SHAPES = ((8, 1_024), (8, 16_384), (4, 131_072))
@@ -78,7 +79,8 @@ def one_scan(scan: Callable[[_recurrences.GaeInputs], jax.Array]) -> Callable[..
 def tunix_gae() -> Callable[..., jax.Array] | None:
   """Tunix's function on the same rows, unmasked, or None where it is not installed."""
   try:
-    from tunix.rl import algo_core
+    with needed("bench"):
+      from tunix.rl import algo_core
   except ImportError as error:
     print(f"google-tunix is not compared: {error}")
     return None

@@ -39,11 +39,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from experiments import command
 from experiments.benchmarks import decoding
 from sao_jax import sharding
+from sao_jax.extras import needed
 from sao_jax.learner import LearnerConfig, learner_config, pack
 from sao_jax.learner.update import PolicyOutputs, policy_gradient
 from sao_jax.models import ModelConfig, init_policy, policy_apply
@@ -109,7 +111,9 @@ def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
   it is not installed."""
   try:
     from flax import nnx
-    from tunix.rl import common
+
+    with needed("bench"):
+      from tunix.rl import common
 
     graph, weights = nnx.split(decoding.tunix_model())
   except ImportError as error:
@@ -232,8 +236,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  del argv
   # A CPU device per core; without effect where there is an accelerator.
   jax.config.update("jax_num_cpu_devices", decoding.num_cores())
   names = ("repeats", "chunk_size", "rows_per_microbatch")
@@ -244,4 +247,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

@@ -26,8 +26,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments import command
 from experiments.benchmarks import decoding
 from sao_jax.learner import init_state, learner_config, split
 from sao_jax.models import init_critic, init_policy
@@ -131,11 +132,10 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  del argv
   print(json.dumps(run(chunk_size=flags.FLAGS["chunk_size"].value)))
 
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

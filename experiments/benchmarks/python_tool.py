@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
+from experiments import command
 from sao_jax.envs.tools import PythonTool, PythonToolConfig
 
 _CALLS = flags.DEFINE_integer("calls", 500, "Number of calls per measurement.", lower_bound=1)
@@ -90,4 +91,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)

@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments import command
 from experiments.benchmarks import decoding
 from sao_jax.models import init_policy
 from sao_jax.rollout import Sampler, SamplerSpec
@@ -86,12 +87,11 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  del argv
   flag = flags.FLAGS
   print(json.dumps(run(slots=flag.slots, max_lens=flag.max_len, repeats=flag.repeats)))
 
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

@@ -24,9 +24,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import flags
 
+from experiments import command
 from experiments.benchmarks import decoding
+from sao_jax.extras import needed
 from sao_jax.models import init_policy
 
 
@@ -52,7 +54,8 @@ class _NumberTokenizer:
 def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
   """`f(seed)` -> number of tokens that Tunix's sampler returned; None where Tunix is not installed."""
   try:
-    from tunix.generate import sampler as tunix_sampler
+    with needed("bench"):
+      from tunix.generate import sampler as tunix_sampler
 
     model = decoding.tunix_model()
   except ImportError as error:
@@ -143,12 +146,11 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  del argv
   names = ("slots", "new_tokens", "chunk_steps", "lanes", "repeats")
   print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command.run(main)

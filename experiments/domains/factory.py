@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import inspect
 import types
 
+from experiments.domains.options import closest
 from sao_jax.config import RunConfig
 from sao_jax.types import Domain
 
 
 class FactoryError(ValueError):
-  """`config.env.factory` names nothing."""
+  """`config.env.factory` names nothing, or what does not take `config.env.options`."""
 
 
 def import_named(module: str) -> types.ModuleType:
@@ -32,7 +33,7 @@ def make_domain(config: RunConfig) -> Domain:
   """Calls the function that `config.env.factory` names.
 
   Raises:
-    FactoryError: there is no such module or function.
+    FactoryError: there is no such module or function, or it does not take the options.
     TypeError: it returns something else.
   """
   module, _, function = config.env.factory.partition(":")
@@ -44,10 +45,17 @@ def make_domain(config: RunConfig) -> Domain:
       f"{error}. A file of yours must lie in the working directory or on PYTHONPATH."
     ) from error
   if (factory := getattr(found, function, None)) is None:
-    close = difflib.get_close_matches(function, [name for name, value in vars(found).items() if callable(value)], n=1)
-    hint = f"; did you mean {close[0]}?" if close else "."
-    raise FactoryError(f"env.factory {config.env.factory!r}: {module} has no {function!r}{hint}")
-  domain = factory(**config.env.options)
+    defined = [name for name, value in vars(found).items() if inspect.isfunction(value) and not name.startswith("_")]
+    raise FactoryError(f"env.factory {config.env.factory!r}: {module} has no {function!r}{closest(function, defined)}")
+  try:
+    domain = factory(**config.env.options)
+  except TypeError as error:
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+      raise  # of its own, not of how it was called
+    takes = ", ".join(inspect.signature(factory).parameters) or "none"
+    raise FactoryError(
+      f"env.options do not fit env.factory {config.env.factory!r}: {error}; it takes {takes}."
+    ) from error
   if not isinstance(domain, Domain):
     raise TypeError(f"env.factory {config.env.factory!r} must return a Domain; received {type(domain).__name__}.")
   return domain

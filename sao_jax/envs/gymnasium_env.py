@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sao_jax.envs.text_game import Reply, Template, TextGame
+from sao_jax.extras import needed
 
 _MOVES = ("left", "down", "right", "up")
 _ACTIONS: Mapping[str, Sequence[str]] = {
@@ -59,7 +60,8 @@ class Gymnasium(TextGame):
   """
 
   def __init__(self, config: GymnasiumConfig):
-    import gymnasium
+    with needed("envs"):
+      import gymnasium
 
     super().__init__(max_turns=config.max_turns, template=config.template)
     self.config = config

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from sao_jax.extras import MissingExtraError
+
 
 class MathGrader:
   """Whether two texts state the same mathematical value. Safe to call from many threads (one comparison at a time).
@@ -91,10 +93,11 @@ class MathGrader:
     if said == "null\n":
       return process
     reason = f"it took more than {self._start_timeout_s:g} s" if expired.is_set() else "it ended"
-    reason = json.loads(said) if said else reason
-    raise RuntimeError(
-      f"the grading process did not start ({reason}); it needs the package math-verify with its LaTeX parser."
-    )
+    if said:
+      raise MissingExtraError(
+        f"math-verify with its LaTeX parser is not installed: pip install -e '.[envs]' ({json.loads(said)})"
+      )
+    raise RuntimeError(f"the grading process did not start: {reason}.")
 
   def _stop(self) -> None:
     if self._process is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sao_jax.envs.base import EnvironmentFactory
 from sao_jax.envs.text_game import Reply, Template, TextGame
+from sao_jax.extras import needed
 
 _MAX_COMMAND_CHARS = 100
 """The game's interpreter, in C and in this process, hangs on a NUL and crashes on commands of great length."""
@@ -63,7 +64,8 @@ class TextWorld(TextGame):
     self._score = 0.0
 
   def start(self, task_index: int) -> str:
-    import textworld
+    with needed("envs"):
+      import textworld
 
     self._close_game()
     path = self._make_game(self.config.seed + task_index % self.config.num_games)
@@ -131,5 +133,7 @@ class TextWorld(TextGame):
 
 def textworld_factory(config: TextWorldConfig) -> EnvironmentFactory:
   """Makes environments that may run in different threads."""
+  with needed("envs"):
+    import textworld  # noqa: F401 (here, that its absence is not told by every episode)
   lock = threading.Lock()
   return lambda: TextWorld(config, lock=lock)

@@ -12,6 +12,7 @@ from typing import Any
 
 from sao_jax.envs.base import EnvironmentFactory, Step
 from sao_jax.envs.text_game import Reply, Template, TextGame
+from sao_jax.extras import needed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ def verifiers_factory(config: VerifiersConfig, taskset: Any) -> EnvironmentFacto
 
 
 def _check_single_turn(task: Any) -> None:
-  import verifiers.v1 as vf
+  with needed("envs"):
+    import verifiers.v1 as vf
 
   kind, data = type(task), task.data
   messages = data.prompt if isinstance(data.prompt, list) else []

@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import re
-import shutil
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -317,7 +316,7 @@ class Checkpointer:
     workdir_lib.delete(aside)
     self.path(step).rename(aside)
     if suffix == _DELETED:
-      shutil.rmtree(aside)
+      workdir_lib.delete(aside)
 
   def _remove_leftovers(self, *, warn: bool = True) -> None:
     for path in self._folder.iterdir():

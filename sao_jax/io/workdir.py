@@ -35,8 +35,8 @@ _DELETE_TIMEOUT_S = 5.0
 _MOST_DIFFERENCES = 100
 
 
-class WorkdirError(Exception):
-  """A run's folder cannot be written to, and the run stops."""
+class WorkdirError(RuntimeError):
+  """A run's folder cannot be written to, or is another run's; the run stops."""
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ class WorkdirLock:
     """Makes the folder if needed and takes the lock.
 
     Raises:
-      RuntimeError: another run holds it.
+      WorkdirError: another run holds it.
     """
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class WorkdirLock:
       self._file.seek(0)
       owner = self._file.read(32).strip() or "unknown"
       self._file.close()
-      raise RuntimeError(
+      raise WorkdirError(
         f"Workdir {folder} is in use by another run (process {owner}); wait for it to end, or choose another --workdir."
       ) from error
     with named_errors(path):

@@ -46,7 +46,7 @@ def load_gguf(
     `(config, params)`; params as `init_policy(config)` lays them out.
 
   Raises:
-    ImportError: the optional package `gguf` is not installed.
+    MissingExtraError: the optional package `gguf` is not installed.
     ValueError: another architecture, or a key or tensor that is not supported; the message names it.
   """
   reader = foreign.open_gguf(path)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sao_jax.extras import needed
 from sao_jax.rollout.cluster_config import ClusterConfig
 
 _log = logging.getLogger(__name__)
@@ -87,10 +88,8 @@ class RayConnection:
 
 def import_ray() -> Any:
   """Ray, or an error that says how to get it."""
-  try:
+  with needed("cluster"):
     import ray
-  except ImportError as error:
-    raise ImportError("engines in Ray actors need Ray: pip install 'sao_jax[cluster]'.") from error
   return ray
 
 

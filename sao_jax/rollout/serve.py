@@ -15,15 +15,19 @@ import logging
 import pathlib
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sao_jax import exits, foreign, models
+from sao_jax.extras import MissingExtraError, needed
 from sao_jax.models import ModelConfig
 from sao_jax.rollout.completions import Completions
 from sao_jax.rollout.config import EngineConfig
-from sao_jax.rollout.server import CompletionServer
 from sao_jax.rollout.server_config import ServerConfig
 from sao_jax.tokenizers import HFTokenizer
 from sao_jax.types import Params
+
+if TYPE_CHECKING:
+  from sao_jax.rollout.server import CompletionServer
 
 
 def stop_ids_of(checkpoint: pathlib.Path) -> tuple[int, ...]:
@@ -92,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   arguments = parse_arguments(argv)
   try:
     _run(arguments)
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, MissingExtraError) as error:
     raise SystemExit(f"{type(error).__name__}: {error}") from error
 
 
@@ -123,6 +127,8 @@ def _run(arguments: argparse.Namespace) -> None:
     raise ValueError(f"--stop_ids must be ids below {config.vocab_size}, comma-separated; received {received}.")
   has_tokenizer = (arguments.checkpoint / "tokenizer.json").exists()
   tokenizer = HFTokenizer.load(arguments.checkpoint) if has_tokenizer else None  # needs the extra `hf`
+  with needed("serve"):
+    from sao_jax.rollout.server import CompletionServer
   with Completions(
     model=models.cached_policy(config),
     params=params,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from sao_jax import foreign
+from sao_jax.extras import needed
 from sao_jax.tokenizers import quoting
 from sao_jax.tokenizers.hf_tokenizer import token_text
 
@@ -44,7 +45,8 @@ class ChatTemplate:
     control_tokens: Sequence[str],
     variables: Mapping[str, Any] | None = None,
   ):
-    import jinja2
+    with needed("hf"):
+      import jinja2
 
     self.source = source
     self._stop_tokens = tuple(stop_tokens)

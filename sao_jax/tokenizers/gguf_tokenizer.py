@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from sao_jax import foreign
+from sao_jax.extras import needed
 from sao_jax.tokenizers.chat_template import ChatTemplate
 from sao_jax.tokenizers.hf_tokenizer import HFTokenizer
 
@@ -67,8 +68,9 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
 
 def _serialize(tokens: list[str], merges: list[str], types: list[int], split: str) -> str:
   """The vocabulary in the form of a `tokenizer.json`."""
-  import tokenizers
-  from tokenizers import decoders, models, pre_tokenizers
+  with needed("hf"):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
   pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
   try:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sao_jax import foreign
+from sao_jax.extras import needed
 from sao_jax.tokenizers import quoting
 
 _MOST_BYTES = 1 << 28
@@ -102,7 +103,8 @@ class HFTokenizer:
 
 
 def _backend(serialized: str) -> Any:
-  import tokenizers
+  with needed("hf"):
+    import tokenizers
 
   try:
     return tokenizers.Tokenizer.from_str(serialized)

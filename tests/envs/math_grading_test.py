@@ -13,6 +13,7 @@ import pytest
 
 from sao_jax.envs import math_grading
 from sao_jax.envs.math_grading import MathGrader
+from sao_jax.extras import MissingExtraError
 
 pytest.importorskip("math_verify", reason="needs the extra 'envs'")
 
@@ -230,5 +231,5 @@ def test_a_script_without_a_guard(tmp_path: pathlib.Path) -> None:
 def test_a_process_that_does_not_start_is_said_why(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
   (tmp_path / "math_verify.py").write_text("raise ImportError('no LaTeX parser here')")
   monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-  with pytest.raises(RuntimeError, match=r"did not start \(no LaTeX parser here\); it needs the package math-verify"):
+  with pytest.raises(MissingExtraError, match=r"math-verify .*\.\[envs\]' \(no LaTeX parser here\)"):
     MathGrader(start_timeout_s=300.0).is_equal("1", "1")

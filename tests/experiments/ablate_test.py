@@ -11,7 +11,6 @@ import types
 
 import numpy as np
 import pytest
-from absl import app
 
 from experiments import ablate
 from experiments.ablations import report, results, run_arm, suites, tuning
@@ -225,9 +224,11 @@ def test_a_base_that_there_is_not_is_refused(base, message):
 
 
 def test_a_bad_base_is_told_in_a_line(tmp_path, monkeypatch):
-  options = types.SimpleNamespace(workdir=tmp_path / "w", report=False, suite="main", base="nope:f", quick=True)
+  options = types.SimpleNamespace(
+    workdir=tmp_path / "w", report=False, suite="main", base="nope:f", quick=True, jobs=1, seeds=1
+  )
   monkeypatch.setattr(ablate.flags, "FLAGS", options)
-  with pytest.raises(app.UsageError, match="--base: base must be module:function of a run; received 'nope:f'"):
+  with pytest.raises(ValueError, match="base must be module:function of a run; received 'nope:f'"):
     ablate.main(["ablate"])
   assert not (tmp_path / "w").exists()
 

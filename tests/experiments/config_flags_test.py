@@ -125,9 +125,23 @@ def test_overrides(command):
     ("--config.num_steps.more=1", r"config\.num_steps is int and has no field 'more'"),
     ("--config.num_steps=many", r"num_steps=many: invalid literal"),
     ("--config.num_steps=None", r"num_steps=None: invalid literal"),
-    ("--config.options.nothing=1", "nothing"),
+    ("--config.options.lo=1", r"config\.options\.lo is not in the preset's config\.options; did you mean low\?"),
+    ("--config.options.deep.x=1", r"config\.options\.deep\.x is not in the preset's config\.options\.deep; it has a\."),
     ("--config.inner.eps_low=2", r"--config: config\.inner: eps_low must be in \[0, 1\]; received 2"),
-    ("--config=nowhere.py", "nowhere.py"),
+    (
+      "--config=nowhere.py",
+      r"received 'nowhere\.py', which is none\. There are\n(.*\n)+.*tool_math_cpu\.py  The main job",
+    ),
+    ("--config=README.md", r"--config=README\.md is not a Python file: .*line \d+"),
+    (
+      "--config=experiments/presets/published.py",
+      r"it has no get_config\(\)\. There are\n  experiments/presets/ablation",
+    ),
+    (
+      "--config=experiments/presets/small_cpu.py:fast",
+      r"small_cpu\.py takes nothing behind a colon; received '.*:fast'",
+    ),
+    ("--config=experiments/presets/tool_math_cpu.py:fast", r"cpu\.py:fast: budget must be 'full' or 'quick'; received"),
     ("--confg=x", "Unknown command line flag 'confg'"),
   ],
 )

@@ -1,0 +1,83 @@
+"""What of a command's failures is told in one line, and that bugs keep their tracebacks."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl import app
+
+from experiments import command
+from sao_jax.io.workdir import WorkdirError, WorkdirLock
+from sao_jax.rollout import TooManyFailuresError
+from sao_jax.sharding import parse_mesh
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def line_of(source: str, module: str = "sao_jax.room") -> str | None:
+  """What is told of the exception that `source` raises in a module of that name."""
+  with pytest.raises(BaseException) as caught:
+    exec(compile(source, "source.py", "exec"), {"__name__": module})
+  return command.one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+  ("source", "line"),
+  [
+    ("raise ValueError('seq must be >= 2; received 1.')", "seq must be >= 2; received 1."),
+    ("def f(x):\n  raise TypeError(\n    f'no {x}'\n  )\nf(1)", "no 1"),
+    ("try:\n  int('x')\nexcept ValueError as e:\n  raise ImportError('install it') from e", "install it"),
+    ("open('/nowhere/file')", "[Errno 2] No such file or directory: '/nowhere/file'"),
+  ],
+)
+def test_answers_are_told_in_a_line(source: str, line: str) -> None:
+  assert line_of(source) == line
+  assert line_of(source, "experiments.train") == line
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    "int('x')",
+    "len(3)",
+    "import nothing_there",
+    "raise KeyError('x')",
+    "raise RuntimeError('x')",
+    "assert False",
+    "1/0",
+  ],
+)
+def test_bugs_keep_their_tracebacks(source: str) -> None:
+  assert line_of(source) is None
+
+
+def test_what_others_raise_keeps_its_traceback() -> None:
+  assert line_of("raise ValueError('x')", "somewhere.experiments") is None
+
+
+def test_own_exceptions_are_told(tmp_path: pathlib.Path) -> None:
+  with WorkdirLock(tmp_path), pytest.raises(WorkdirError) as caught:
+    WorkdirLock(tmp_path)
+  assert command.one_line(caught.value) == str(caught.value)
+  assert command.one_line(TooManyFailuresError("all failed")) == "all failed"
+  assert command.one_line(app.UsageError("--x needs --y")) == "--x needs --y"
+  with pytest.raises(ValueError, match="mesh") as wrong:
+    parse_mesh("fdsp=8")
+  assert command.one_line(wrong.value) == str(wrong.value)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "line"),
+  [(["--workdir=nowhere"], "'nowhere/metrics.jsonl'"), (["more"], "plots: unexpected arguments: more")],
+)
+def test_a_command_ends_with_the_line(arguments: list[str], line: str, tmp_path: pathlib.Path) -> None:
+  done = subprocess.run(
+    [sys.executable, "-m", "experiments.plots", *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+    env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, check=False,
+  )  # fmt: skip
+  assert done.returncode == 1 and done.stderr.count("\n") == 1 and done.stderr.startswith("plots: ")
+  assert line in done.stderr and done.stdout == ""
