@@ -145,7 +145,8 @@ def reinforce(
           # The first step is compiled; what was there before it is in the last checkpoint, or in the stages' results.
           # So is a later one whose batch is of another size than those before it.
           rescue = run.rescue(step - 1, state) if step > start + 1 else None
-          with interrupts.may_be_given_up() if rescue is None else interrupts.may_be_given_up(rescue):
+          given_up = interrupts.may_be_given_up() if rescue is None else interrupts.may_be_given_up(rescue)
+          with given_up, console.compiling("the learner step", first=step == start + 1):
             state, row = _learn(parts, state, step, trajectories, source, progress, guard)
           records.step(step, row)
           bar.advance(note=progress.note(row))

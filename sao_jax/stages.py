@@ -44,6 +44,8 @@ from sao_jax.types import Params, Trajectory
 PRETRAINING_SEED = 2**31 + 1
 """Sampling noise of the trajectories that the value model is pretrained on."""
 _POLL_S = 0.5
+_SFT_STEP = "the step of the warm start"
+_VALUE_STEP = "the step of value pretraining"
 
 _log = logging.getLogger(__name__)
 
@@ -112,10 +114,11 @@ def _imitate(
           raise Interrupted
         demonstrations, drawn = made
         batch, packed = pack_batch(learner, demonstrations)
-        with interrupts.at_once() if i == start + 1 else contextlib.nullcontext():  # it compiles, and nothing is lost
+        first = i == start + 1  # it compiles, and nothing is lost
+        with interrupts.at_once() if first else contextlib.nullcontext(), console.compiling(_SFT_STEP, first=first):
           state, report = step(state, batch, np.int32(packed.num_microbatches))
-        # One step ahead of the device and no more: a signal must not find a long queue of steps before it.
-        jax.block_until_ready(before)
+          # One step ahead of the device and no more: a signal must not find a long queue of steps before it.
+          jax.block_until_ready(report["loss"] if first else before)
         before = report["loss"]
         # The loss is fetched now and then only: fetching waits for the device.
         note = f"loss {float(report['loss']):.3f}" if i % settings.log_every == 0 else None
@@ -133,6 +136,11 @@ def _imitate(
 
 class _Skips:
   """Stops a warm start that skips every update; it looks now and then, since a look waits for the device.
+
+  `UpdateGuard` answers for the other stages and differs in what it knows: it has each step's report and batch, so that
+  one skipped step counts, and its batch is kept and diagnosed. Here a count since the last look is all there is (steps
+  run one ahead of the host), so that only looks between which everything was skipped count, and demonstrations, which
+  the task can make again, are not kept.
 
   Args:
     limit: `RunConfig.max_skipped_in_a_row`.
@@ -336,9 +344,10 @@ def _fit_values(
         epoch, place = divmod(i - 1, batches)
         chosen = orders[epoch][place * size : (place + 1) * size]
         batch, packed = pack_batch(learner, [trajectories[j] for j in chosen])
-        with interrupts.at_once() if i == start + 1 else contextlib.nullcontext():  # it compiles, and nothing is lost
+        first = i == start + 1  # it compiles, and nothing is lost
+        with interrupts.at_once() if first else contextlib.nullcontext(), console.compiling(_VALUE_STEP, first=first):
           state, report = step(state, batch, np.int32(packed.num_microbatches))
-        report = jax.device_get(report)
+          report = jax.device_get(report)
         bar.advance(note=f"explained variance {report['explained_variance_before']:.2f}")
         guard.look(i, state, [trajectories[j] for j in chosen], report)
         if interrupts.anywhere() or guard.stops or i % config.warm_start.save_every == 0:

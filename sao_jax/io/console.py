@@ -82,6 +82,16 @@ class Console:
     finally:
       stage.finish()
 
+  @contextlib.contextmanager
+  def compiling(self, what: str, *, first: bool = True) -> Iterator[None]:
+    """Around a step that compiles its program when it is the `first`: says so before, and after how long it took."""
+    if first:
+      self.print(f"compiling {what} ...")
+    began = time.monotonic()
+    yield
+    if first:
+      self.print(f"compiled {what} and ran it once in {time.monotonic() - began:.0f} s")
+
   def print(self, *objects: object) -> None:
     """Prints text as it is (brackets are no markup) or rich renderables (tables, say)."""
     self.rich.print(*objects, markup=False, highlight=False, soft_wrap=True)

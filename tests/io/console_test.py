@@ -52,3 +52,16 @@ def test_brackets_are_not_markup_and_tables_are_drawn():
   table.add_row("sao", "12")
   voice.print(table)
   assert out.getvalue().startswith("[bold]a[/bold]\n") and "sao" in out.getvalue()
+
+
+def test_a_first_step_is_told_of_before_and_after():
+  out = io.StringIO()
+  voice = console.Console(file=out)
+  with voice.compiling("the step"):
+    assert out.getvalue() == "compiling the step ...\n"
+  assert out.getvalue().splitlines()[1:] == ["compiled the step and ran it once in 0 s"]
+  with voice.compiling("the step", first=False):
+    pass
+  with pytest.raises(KeyError), voice.compiling("another"):
+    raise KeyError("x")
+  assert out.getvalue().splitlines()[2:] == ["compiling another ..."]
