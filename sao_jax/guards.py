@@ -32,8 +32,7 @@ class RunStoppedError(RuntimeError):
 
 
 class UpdateGuard:
-  """Looks at every report of a learner step; the warm start, which fetches few of them, has a counter of its own
-  (`stages._Skips`).
+  """Looks at every learner step's report (the warm start, which fetches few of them, has `stages._Skips`).
 
   A step that skipped an update because a loss, gradient, log-prob, value, return or advantage was not finite leaves its
   batch in `<workdir>/bad_batches/`; `check` stops the run after `RunConfig.max_skipped_in_a_row` of them in a row.

@@ -1,4 +1,4 @@
-"""The README's own environment, saved to a file and trained on by the README's own command, made short."""
+"""The environment of docs/environments.md: trained on by the command given there, made short, and tried as it says."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from sao_jax.io.workdir import SUMMARY_KEYS
 from tests.child_environment import fast_compile
 
 ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "environments.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+"""The environment, and how it is tried by hand."""
 SHORT = (
   "--config.num_steps=2", "--config.batch_size=16", "--config.eval_episodes=18", "--config.warm_start.num_steps=10",
   "--config.warm_start.optimizer.warmup_steps=2", "--config.critic.pretraining_trajectories=16",
@@ -24,12 +27,10 @@ SHORT = (
 
 
 @pytest.mark.timeout(600)
-def test_the_readmes_environment_trains_and_evaluates(tmp_path: pathlib.Path) -> None:
-  readme = (ROOT / "README.md").read_text()
-  code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
-  command = re.search(r"python (-m experiments.train .*--config.env.factory=guess:make_domain)", readme)
-  assert code is not None and command is not None
-  (tmp_path / "guess.py").write_text(code[1])
+def test_the_documented_environment_trains_and_evaluates(tmp_path: pathlib.Path) -> None:
+  command = re.search(r"python (-m experiments.train .*--config.env.factory=guess:make_domain)", PAGE)
+  assert command is not None and command[0] in (ROOT / "README.md").read_text()
+  (tmp_path / "guess.py").write_text(CODE[0])
 
   def run(*arguments: str) -> str:
     done = subprocess.run(
@@ -53,3 +54,23 @@ def test_the_readmes_environment_trains_and_evaluates(tmp_path: pathlib.Path) ->
   assert read(workdir / "trajectories.jsonl") and list((workdir / "plots").glob("*.png"))
   assert (workdir / "checkpoints" / "2").is_dir() and list(workdir.glob("events.out.tfevents.*"))
   assert "checkpoint 2: success" in run("-m", "experiments.evaluate", "--workdir=run", "--episodes=9")
+
+
+def test_the_documented_environment_is_tried_as_the_page_says(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  (tmp_path / "guess.py").write_text(CODE[0])
+  monkeypatch.syspath_prepend(tmp_path)
+  exec(compile(CODE[1], "environments.md", "exec"), {})
+  rows = capsys.readouterr().out.splitlines()
+  assert len(rows) == 9 and rows[4] == "4 <|answer|>5<|end|>  1.0 True" and "higher<|assistant|> 0.0 False" in rows[8]
+
+
+def test_the_documented_kinds_of_failure_are_those_of_the_engine() -> None:
+  first_cells = re.findall(r"^\| (`[a-z_`, ]+`) \|", PAGE.partition("| kind |")[2], re.MULTILINE)
+  listed = re.findall(r"`([a-z_]+)`", "".join(first_cells))
+  source = "".join(path.read_text() for path in (ROOT / "sao_jax" / "rollout").glob("*.py"))
+  source = source.replace('f"bad_{what}"', '"bad_prompt" "bad_observation"')
+  source = source.replace('f"{what}_too_long"', '"prompt_too_long" "observation_too_long"')
+  kinds = set(listed[: listed.index("bad_tokens") + 1])
+  assert len(kinds) == 11 and all(f'"{kind}"' in source for kind in kinds)
