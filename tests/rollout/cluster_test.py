@@ -26,27 +26,39 @@ from sao_jax.rollout.cluster_config import ClusterConfig
 from sao_jax.types import Trajectory
 from tests.rollout import cluster_engines
 from tests.rollout.fakes import assert_logps_true, make_params
+from tests.waiting import LONG_S
 
 ROOT = pathlib.Path(__file__).parents[2]
 BALLAST = 8 * 2**20
 PARAMS = {v: {**make_params(v), "ballast": jnp.full(BALLAST // 4, v, jnp.float32)} for v in range(12)}
-WAITS = 1_000
+ENOUGH = 50_000
+"""Episodes for any time that an engine may need to start."""
+WAITS = 3_000
 """Of 0.1 s."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:
   os.environ.setdefault("RAY_worker_niceness", "0")  # 15 else: a busy machine would leave them nothing
-  ray.init(
-    address="local",
-    num_cpus=2,
-    include_dashboard=False,
-    object_store_memory=80 * 2**20,
-    log_to_driver=False,
-    logging_level="error",
-  )
+  handler = signal.getsignal(signal.SIGTERM)
+  for attempt in range(3):
+    try:
+      ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,
+        log_to_driver=False,
+        logging_level="error",
+      )
+      break
+    except Exception:  # Ray gives its processes 30 s to start, which a busy machine may need
+      ray.shutdown()
+      if attempt == 2:
+        raise
   yield
   ray.shutdown()
+  signal.signal(signal.SIGTERM, handler)  # Ray's ends the process
 
 
 class Run:
@@ -57,7 +69,7 @@ class Run:
     self.queue = TrajectoryQueue(batch_size=1, group_size=1, max_staleness=100, capacity=n)
     self.weights = WeightStore()
     self.failed: list[int] = []
-    config = ClusterConfig(**{"num_engines": 2, "num_cpus": 0.5, "start_timeout_s": 150.0} | changes)
+    config = ClusterConfig(**{"num_engines": 2, "num_cpus": 0.5, "start_timeout_s": 500.0} | changes)
     self.cluster = EngineCluster(make_engine, config, slots_per_engine=cluster_engines.CONFIG.num_slots)
     self.thread = EngineThread(
       self.cluster, weights=self.weights, next_request=self.next_request, emit=self.queue.put, on_failure=self.fail
@@ -113,7 +125,7 @@ def by_id(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 
 def assert_gone(pids: set[int]) -> None:
-  _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+  _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=LONG_S)
   assert not alive
 
 
@@ -124,6 +136,9 @@ def bytes_in_store() -> float:
 
 def test_two_engines_sample_what_the_embedded_one_does():
   with running(cluster_engines.make_engine, 32) as run:
+    todo, run.waiting = run.waiting, []
+    wait_until(lambda: run.thread.check() or sum(bool(x.place) for x in run.cluster._engines) == 2)
+    run.waiting = todo  # before, the first one up could have taken all
     done = by_id(run.take(32))
     counters = run.cluster.counters
     pids = {pid for x in done if (pid := process_of(x))}
@@ -161,7 +176,7 @@ def test_two_engines_sample_what_the_embedded_one_does():
 
 
 def test_weights_in_flight_and_a_killed_engine():
-  with running(functools.partial(cluster_engines.make_engine, sleep_s=0.05), 2_000) as run:
+  with running(functools.partial(cluster_engines.make_engine, sleep_s=0.05), ENOUGH) as run:
     done = run.take(8)
     for version in range(1, 6):
       run.weights.publish(PARAMS[version], version)
@@ -173,7 +188,7 @@ def test_weights_in_flight_and_a_killed_engine():
       done += run.take(6)
     while len({process_of(x) for x in done} - {None}) < 3:  # until the new engine has finished an episode
       done += run.take(1)
-    n = 2_000 - len(run.waiting)
+    n = ENOUGH - len(run.waiting)
     run.waiting = run.waiting[:8]
     n += 8
     done += run.take(n - len(done))
@@ -201,7 +216,7 @@ def test_weights_in_flight_and_a_killed_engine():
 
 def test_an_engine_that_hangs_is_replaced_and_an_episode_that_kills_its_engines_fails_alone(tmp_path: pathlib.Path):
   make_engine = functools.partial(cluster_engines.make_engine, deadly_task=2, hung=tmp_path / "hung")
-  with running(make_engine, 12, num_engines=1, max_restarts=3, silence_timeout_s=3.0) as run:
+  with running(make_engine, 12, num_engines=1, max_restarts=3, silence_timeout_s=6.0) as run:
     done = run.take(11)
     wait_until(lambda: run.failed)
   assert_gone({int((tmp_path / "hung").read_text())})
@@ -251,7 +266,7 @@ from sao_jax.rollout.cluster import EngineCluster
 from sao_jax.rollout.cluster_config import ClusterConfig
 from tests.rollout import cluster_engines
 from tests.rollout.fakes import make_params
-requests = [EpisodeRequest(task_index=i, episode_id=i, group_id=i) for i in range(20_000)]
+requests = [EpisodeRequest(task_index=i, episode_id=i, group_id=i) for i in range(100_000)]
 config = ClusterConfig(address=sys.argv[1], num_engines=1, num_cpus=0.5, head_timeout_s=1.0)
 cluster = EngineCluster(cluster_engines.make_engine, config, slots_per_engine=4)
 weights = WeightStore()
@@ -290,7 +305,7 @@ def test_the_engines_of_a_killed_driver_end_by_themselves_and_the_cluster_goes_o
 def test_a_head_that_is_killed_ends_the_run_before_ray_ends_the_process():
   """The driver starts a Ray of its own, and kills its head when the first episode is there."""
   with driver("local") as process:
-    output, _ = process.communicate(timeout=150)
+    output, _ = process.communicate(timeout=500)
   *pids, message = output.splitlines()
   assert re.fullmatch(r"the head of the Ray cluster, .* ClusterConfig\.head_timeout_s = 1\.0: .*", message)
   assert process.returncode == 0

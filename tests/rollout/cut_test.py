@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from sao_jax.rollout import EngineThread, EpisodeRequest, WeightStore
 from tests.rollout.engine_test import PARAMS, engine, fixed, requests
 from tests.rollout.fakes import Echo, assert_logps_true, make_params
+from tests.waiting import LONG_S, until
 
 ENDLESS = make_params(0, stop_bias=-99.0)
 
@@ -39,15 +39,10 @@ def test_a_cut_episode_ends_with_what_it_has_and_the_others_go_on():
     thread.start()
     for i, request in enumerate(wanted):
       tokens = e.counters["tokens_generated"]
-      while e.counters["tokens_generated"] < tokens + 30:
-        thread.check()
-        time.sleep(0.001)
+      until(lambda n=tokens + 30: thread.check() or e.counters["tokens_generated"] >= n, every_s=0.001)
       e.cut(request)
       e.cut(EpisodeRequest(task_index=77, episode_id=77, group_id=77))  # unknown: not an error
-      deadline = time.monotonic() + 30
-      while len(done) <= i and time.monotonic() < deadline:
-        thread.check()
-        time.sleep(0.001)
+      until(lambda i=i: thread.check() or len(done) > i, every_s=0.001)
     thread.stop()
   assert [x.episode_id for x in done] == [0, 1, 2, 3, 4, 5] and not failed
   for x in done:
@@ -61,7 +56,7 @@ def test_cut_before_the_first_token_fails_and_cut_in_the_environment_waits_for_i
 
   class Waits(Echo):
     def reset(self, task_index):
-      assert release.wait(30)
+      assert release.wait(LONG_S)
       return super().reset(task_index)
 
   first, second = requests(2)

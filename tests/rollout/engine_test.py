@@ -20,6 +20,7 @@ from tests.rollout.fakes import (
   assert_logps_true,
   make_params,
 )
+from tests.waiting import LONG_S, until
 
 PARAMS = {v: make_params(v, mark=True) for v in range(40)}
 
@@ -164,7 +165,7 @@ def test_a_slow_environment_holds_up_only_its_own_slot():
 
     def step(self, action):
       if self.slow:
-        assert release.wait(30)
+        assert release.wait(LONG_S)
       return super().step(action)
 
   with engine(OneSlow, env_workers=4) as e:
@@ -245,25 +246,22 @@ def test_lazy_requests_and_early_close():
 def test_run_takes_weights_in_flight_and_stops():
   store = WeightStore()
   store.publish(PARAMS[0], 0)
-  done, ids = [], itertools.count()
+  done, ids, version = [], itertools.count(), 0
   with engine(lambda: Echo(3), env_workers=2) as e:
     thread = EngineThread(
       e,
       weights=store,
-      next_request=lambda: requests(1, next(ids))[0] if len(done) < 30 else None,
+      next_request=lambda: requests(1, next(ids))[0] if len(done) < 30 or version < 20 else None,
       emit=done.append,
     )
     thread.start()
-    for version in range(1, 30):
-      time.sleep(0.01)
+    while version < 20:  # each is given the time to write something
+      tokens = e.counters["tokens_generated"]
+      until(lambda tokens=tokens: thread.check() or e.counters["tokens_generated"] > tokens, every_s=0.001)
+      version += 1
       store.publish(PARAMS[version], version)
-    deadline = time.monotonic() + 60
-    while len(done) < 30 and time.monotonic() < deadline:
-      thread.check()
-      time.sleep(0.01)
-    began = time.monotonic()
-    thread.stop(timeout=30)
-    assert time.monotonic() - began < 10
+    until(lambda: thread.check() or len(done) >= 30)
+    thread.stop(timeout=LONG_S)
   assert len(done) >= 30
   assert any(x.mixed_versions for x in done)
   assert e.counters["busy_seconds"] > 0
@@ -280,7 +278,7 @@ def test_an_exception_in_the_thread_surfaces():
     thread = EngineThread(e, weights=store, next_request=lambda: requests(1)[0], emit=emit)
     thread.start()
     with pytest.raises(ZeroDivisionError, match="in emit") as caught:
-      thread._thread.join(60)
+      thread._thread.join(LONG_S)
       thread.check()
     assert any(entry.name == "emit" for entry in caught.traceback)
     with pytest.raises(ZeroDivisionError):

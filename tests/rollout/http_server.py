@@ -24,6 +24,7 @@ from sao_jax.rollout.completions import Completions
 from sao_jax.rollout.server import CompletionServer
 from sao_jax.rollout.server_config import ServerConfig
 from tests.rollout.fakes import POLICY, STOP, VOCAB, make_params
+from tests.waiting import LONG_S
 
 MAX_LEN = 256
 ENGINE = EngineConfig(
@@ -74,14 +75,14 @@ def on_thread(context: contextlib.AbstractAsyncContextManager[Any]) -> Iterator[
   thread = threading.Thread(target=loop.run_forever, daemon=True)
   thread.start()
   try:
-    value = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(30)
+    value = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(LONG_S)
     try:
       yield value
     finally:
-      asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(30)
+      asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(LONG_S)
   finally:
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    thread.join(LONG_S)
     loop.close()
 
 
@@ -92,7 +93,7 @@ def call(url: str, body: Any = None, *, method: str | None = None, headers: Any 
   method = method or ("GET" if data is None else "POST")
   request = urllib.request.Request(url, data=data, method=method, headers=headers)
   try:
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=LONG_S) as response:
       return response.status, json.loads(response.read() or b"null")
   except urllib.error.HTTPError as error:
     with error:
@@ -128,7 +129,7 @@ class Process:
     return self._wait()
 
   def _wait(self) -> int:
-    status = self._process.wait(30)
+    status = self._process.wait(LONG_S)
     assert self._process.stdout is not None
     self._process.stdout.close()
     return status

@@ -12,6 +12,7 @@ import pytest
 
 from sao_jax.rollout import EpisodeRequest, TrajectoryQueue
 from sao_jax.types import Trajectory
+from tests.waiting import LONG_S
 
 
 def request(episode: int, group_size: int = 1) -> EpisodeRequest:
@@ -111,7 +112,7 @@ def test_max_staleness_zero_alternates_without_deadlock():
   thread.start()
   try:
     for step in range(20):
-      batch = queue.get_batch(step, timeout=10)
+      batch = queue.get_batch(step, timeout=LONG_S)
       assert len(batch) == 3
       assert all(x.oldest_version == step for x in batch)
       version[0] = step + 1
@@ -193,7 +194,7 @@ def test_close_releases_the_short_rest():
   thread.start()
   queue.close()
   queue.close()
-  thread.join(10)
+  thread.join(LONG_S)
   assert [x.episode_id for x in waiting[0]] == [0, 1]
   assert queue.get_batch(0) == []
   assert queue.counters["dropped_incomplete_group"] == 1

@@ -12,6 +12,7 @@ import pytest
 from sao_jax.rollout import ray_connection
 from sao_jax.rollout.cluster_config import ClusterConfig
 from sao_jax.rollout.ray_connection import RayConnection
+from tests.waiting import LONG_S
 
 
 class FakeRay:
@@ -30,7 +31,7 @@ class FakeRay:
     if isinstance(outcome, BaseException):
       raise outcome
     if outcome is not None:
-      outcome.wait(30)
+      outcome.wait(LONG_S)
     if threading.current_thread() is threading.main_thread():
       signal.signal(signal.SIGTERM, lambda *_: None)
     self.up = True

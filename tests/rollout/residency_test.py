@@ -12,6 +12,7 @@ from sao_jax.rollout.prefixes import BLOCK, PrefixStore
 from sao_jax.rollout.residency import Residency
 from tests.rollout.engine_test import PARAMS, engine, fixed, requests, same
 from tests.rollout.fakes import MARK, Echo, assert_logps_true, log_softmax, make_params, reference_logits
+from tests.waiting import LONG_S
 
 SHARED = "cdefghijklmnopqrs" * 2
 """A beginning of 34 tokens: two blocks and two tokens."""
@@ -82,7 +83,7 @@ def test_episodes_are_live_although_all_slots_are_taken():
         most[0] = max(most[0], len(at_work))
         if len(at_work) == 9:
           all_in.set()
-      all_in.wait(20)
+      all_in.wait(LONG_S)
       return super().step(action)
 
   eager = make_params(0, stop_bias=50.0)

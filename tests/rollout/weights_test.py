@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sao_jax.rollout import WeightStore
+from tests.waiting import LONG_S
 
 
 def test_publish_survives_donation():
@@ -52,5 +53,5 @@ def test_wait_for():
   assert not store.wait_for(0, timeout=0.01)
   thread = threading.Timer(0.05, store.publish, ({"a": jnp.zeros(2)}, 2))
   thread.start()
-  assert store.wait_for(1, timeout=10.0)
+  assert store.wait_for(1, timeout=LONG_S)
   thread.join()
