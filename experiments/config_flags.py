@@ -334,11 +334,13 @@ def _check_options(config: ml_collections.ConfigDict, argv: Sequence[str]) -> No
     node: Any = config
     path = name.split(".")
     for depth, part in enumerate(path[1:], start=1):
-      if isinstance(node, ml_collections.ConfigDict) and part not in node:
-        parent = ".".join(path[:depth])
+      parent = ".".join(path[:depth])
+      if not isinstance(node, ml_collections.ConfigDict):
+        raise ValueError(f"{name} cannot be set: the preset's {parent} is {node!r}.")
+      if part not in node:
         whole = f" What the preset lacks is given with all the rest: --{parent}=\"{{'key': value, ...}}\"."
         raise ValueError(f"{name} is not in the preset's {parent}{closest(part, node)}{whole}")
-      node = node[part] if isinstance(node, ml_collections.ConfigDict) else None
+      node = node[part]
 
 
 def _mapping(field: str, text: str) -> dict[str, Any]:

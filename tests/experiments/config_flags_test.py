@@ -127,6 +127,8 @@ def test_overrides(command):
     ("--config.num_steps=None", r"num_steps=None: invalid literal"),
     ("--config.options.lo=1", r"config\.options\.lo is not in the preset's config\.options; did you mean low\?"),
     ("--config.options.deep.x=1", r"config\.options\.deep\.x is not in the preset's config\.options\.deep; it has a\."),
+    ("--config.options.low.x=1", r"config\.options\.low\.x cannot be set: the preset's config\.options\.low is 1\."),
+    ("--config.other.eps_low=1", r"config\.other\.eps_low cannot be set: the preset's config\.other is None\."),
     ("--config.inner.eps_low=2", r"--config: config\.inner: eps_low must be in \[0, 1\]; received 2"),
     (
       "--config=nowhere.py",
