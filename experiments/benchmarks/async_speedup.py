@@ -32,7 +32,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
+from absl import app, flags
 
 from experiments import command
 from experiments.cluster.simulator import ClusterConfig, Result, Schedule, simulate
@@ -322,6 +322,10 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> None:
   del argv
+  if flags.FLAGS["batch_size"].value % GROUP_SIZE:
+    raise app.UsageError(
+      f"--batch_size must be a multiple of {GROUP_SIZE}; received {flags.FLAGS['batch_size'].value}."
+    )
   names = ("batch_size", "slots", "steps", "warmup_steps")
   print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 

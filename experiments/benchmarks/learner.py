@@ -39,7 +39,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
+from absl import app, flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments import command
@@ -237,12 +237,23 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
   del argv
+  lengths = flags.FLAGS["row_lengths"].value
+  if not all(length.isdecimal() for length in lengths):
+    raise app.UsageError(f"--row_lengths must be numbers of tokens, comma-separated; received {lengths}.")
   # A CPU device per core; without effect where there is an accelerator.
   jax.config.update("jax_num_cpu_devices", decoding.num_cores())
   names = ("repeats", "chunk_size", "rows_per_microbatch")
+  rows = flags.FLAGS["rows_per_microbatch"].value
+  if ROWS % (rows * len(jax.devices())):
+    raise app.UsageError(
+      f"--rows_per_microbatch times {len(jax.devices())} devices must divide {ROWS}; received {rows}."
+    )
   result = run(**{name: flags.FLAGS[name].value for name in names})
-  lengths = [int(length) for length in flags.FLAGS["row_lengths"].value]
-  print(json.dumps({**result, "row_seconds": row_growth(lengths, flags.FLAGS["chunk_size"].value)}))
+  print(
+    json.dumps(
+      {**result, "row_seconds": row_growth([int(length) for length in lengths], flags.FLAGS["chunk_size"].value)}
+    )
+  )
 
 
 if __name__ == "__main__":
