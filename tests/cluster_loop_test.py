@@ -57,7 +57,7 @@ def test_a_run_with_two_engines(tmp_path: pathlib.Path) -> None:
   assert abs(rows[0]["ratio_mean"] - 1) < 1e-5
   # Ray is gone, and so is its handler of signals.
   left = [x for x in psutil.Process().children(recursive=True) if x.pid not in before]
-  assert not psutil.wait_procs(left, timeout=20)[1]
+  assert not psutil.wait_procs(left, timeout=120)[1]
   assert signal.getsignal(signal.SIGTERM) == handler
 
 

@@ -125,7 +125,7 @@ def test_the_command_line_is_refused_in_one_line(flag: str, message: str) -> Non
 
 def test_the_command_refuses_before_anything_runs(tmp_path: pathlib.Path) -> None:
   command = [sys.executable, "-m", "experiments.train", f"--workdir={tmp_path / 'run'}", "--config.group_size=4"]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+  done = subprocess.run(command, capture_output=True, text=True, timeout=500)
   assert done.returncode != 0
   assert "group_size must be 1 with algorithm='sao'" in done.stderr and "Traceback" not in done.stderr
   assert not (tmp_path / "run").exists()

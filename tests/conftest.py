@@ -18,6 +18,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import hypothesis
+import pytest
 
 hypothesis.settings.register_profile("suite", deadline=None, max_examples=25, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+  """A signal that meets a main thread which goes on compiling would end the process: here that of all tests."""
+  monkeypatch.setattr("sao_jax.interrupts._PATIENCE_S", 1000.0)

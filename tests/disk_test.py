@@ -121,7 +121,7 @@ def test_a_workdir_that_cannot_be_made_ends_the_command_with_a_message() -> None
   """In /sys nobody, root included, makes a folder."""
   done = subprocess.run(
     [sys.executable, "-m", "experiments.train", "--workdir=/sys/kernel/sao_run"], cwd=ROOT, capture_output=True,
-    text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=150,
+    text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=500,
   )  # fmt: skip
   assert done.returncode == 1
   assert "train: Cannot write to workdir /sys/kernel/sao_run" in done.stderr and "Traceback" not in done.stderr

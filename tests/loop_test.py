@@ -187,21 +187,25 @@ def test_a_workdir_of_another_config_is_refused(stages_done: pathlib.Path) -> No
 
 
 def test_a_signal_saves_and_ends_and_the_next_run_goes_on(tmp_path: pathlib.Path) -> None:
-  config = tiny_config(num_steps=50, eval_episodes=0, checkpoint=CheckpointConfig(every_steps=1_000))
+  config = tiny_config(num_steps=1_000, eval_episodes=0, checkpoint=CheckpointConfig(every_steps=1_000))
   path = tmp_path / "metrics.jsonl"
 
   def send_when_running() -> None:
     while not path.exists() or path.read_text().count("\n") < 2:
-      done.wait(0.01)
+      if done.wait(0.01):
+        return
     os.kill(os.getpid(), signal.SIGTERM)
 
   done = threading.Event()
   thread = threading.Thread(target=send_when_running)
   thread.start()
-  assert loop.train(config, tiny_domain(), tmp_path) is None
-  thread.join()
+  try:
+    assert loop.train(config, tiny_domain(), tmp_path) is None
+  finally:
+    done.set()
+    thread.join()
   stopped_at = len(read_metrics(tmp_path)[0])
-  assert 2 <= stopped_at < 50
+  assert 2 <= stopped_at < 1_000
   summary = loop.train(dataclasses.replace(config, num_steps=stopped_at + 1), tiny_domain(), tmp_path)
   assert summary is not None and len(read_metrics(tmp_path)[0]) == stopped_at + 1
 

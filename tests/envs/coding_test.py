@@ -124,7 +124,7 @@ def test_an_edit_is_told_by_whole_lines(tool: PythonTool, task: coding_tasks.Cod
   assert "one line ====" in environment.step("edit notes.txt\n<<<<\na\n====\nb\n====\n>>>>").observation
   began = time.process_time()
   assert "one line ====" in environment.step("edit notes.txt\n<<<<\n" + "====\n" * 50_000).observation
-  assert time.process_time() - began < 2.0  # a model that repeats itself must not hold up everyone
+  assert time.process_time() - began < 10.0  # a model that repeats itself must not hold up everyone
 
 
 def test_the_turn_limit_truncates(tool: PythonTool, task: coding_tasks.CodingTask) -> None:

@@ -55,7 +55,7 @@ def test_code_in_an_answer_does_not_run(task: str, tmp_path: pathlib.Path) -> No
     env.reset(1)
     step = env.step(f"<answer>{attack}</answer><|end|>")
     assert step.done and step.reward < 0.1, attack
-  assert time.perf_counter() - began < 20 and not mark.exists()
+  assert time.perf_counter() - began < 60 and not mark.exists()
 
 
 @pytest.mark.parametrize("task", sorted(EVALUATING))

@@ -133,7 +133,7 @@ def test_games_depend_on_their_seed_and_moves_only() -> None:
   for thread in threads:
     thread.start()
   for thread in threads:
-    thread.join(60)
+    thread.join(300)
   assert results == [expected] * 3
 
 

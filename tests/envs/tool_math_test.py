@@ -268,7 +268,7 @@ def test_environments_of_one_factory_share_their_problems_and_run_in_threads(pyt
   for thread in threads:
     thread.start()
   for thread in threads:
-    thread.join(60)
+    thread.join(300)
   assert results == [True] * 24
 
 

@@ -265,13 +265,13 @@ def test_a_suite_from_start_to_table(tmp_path):
   assert (tmp_path / "granularity" / "granularity.png").stat().st_size > 10_000
   made = (tmp_path / "granularity" / "granularity.md").read_text()
   assert f"| step level, mean | {rate:g} | 1 |" in made
-  second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+  second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
   assert second.returncode == 0 and "done " not in second.stdout
   (tmp_path / "granularity" / "granularity.png").unlink()
   assert report.remake(tmp_path) == ["granularity"]
   assert (tmp_path / "granularity" / "granularity.md").read_text() == made
   other = [*command, "--base=experiments.presets.ablation_cpu:make_config"]
-  refused = subprocess.run(other, capture_output=True, text=True, check=False, timeout=100)
+  refused = subprocess.run(other, capture_output=True, text=True, check=False, timeout=400)
   assert refused.returncode != 0 and "different config" in refused.stderr
 
 

@@ -150,11 +150,11 @@ for preset, sizes in ((qwen3_0p6b_math, {}), (qwen3_30b_a3b_tir, {"fsdp": 2, "co
 """
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_its_steps_lower_from_shapes():
   environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
   done = subprocess.run(
-    [sys.executable, "-c", LOWER], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=190, check=False
+    [sys.executable, "-c", LOWER], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590, check=False
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout.count("lowered") == 2

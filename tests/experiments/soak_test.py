@@ -68,9 +68,9 @@ def test_a_short_run_with_slow_raising_hanging_and_flooding_tools(put_back, tmp_
   scenario = Scenario(learner_s=0.05, tool_s=0.002, slow_share=0.02, faults=True, stalls=True)
   result = soak.soak(scenario, TIMES, tmp_path, sample_s=0.25)
   assert json.loads(json.dumps(result)) == result
-  assert result["trajectories"] > 100 and result["failed_episodes"] > 0 and result["samples"] > 5
+  assert result["trajectories"] >= 64 and result["failed_episodes"] > 0 and result["samples"] > 5
   assert 16 <= result["most_waiting"] <= 64
-  assert 0 < result["longest"]["episode_s"] < 15
+  assert 0 < result["longest"]["episode_s"] < 60
   expected = ("grows", "after stalls", "too few")  # a run of seconds shows neither growth nor recovery
   assert not [fault for fault in result["faults"] if not any(part in fault for part in expected)]
   assert "rss_mb" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import types
 
 import pytest
 import rich.table
@@ -10,7 +11,13 @@ import rich.table
 from sao_jax.io import console
 
 
-def test_plain_lines_without_a_terminal():
+@pytest.fixture
+def no_time_passes(monkeypatch):
+  """However long a busy machine takes."""
+  monkeypatch.setattr(console, "time", types.SimpleNamespace(monotonic=lambda: 1000.0))
+
+
+def test_plain_lines_without_a_terminal(no_time_passes):
   out = io.StringIO()
   voice = console.Console(file=out, plain_every_s=3600.0)
   with voice.stage("warm start", 3) as stage:
@@ -20,7 +27,7 @@ def test_plain_lines_without_a_terminal():
   assert out.getvalue().splitlines() == ["warm start  1/3  0 s  loss 1.5 [s]", "warm start  3/3  0 s  loss 0.5 [s]"]
 
 
-def test_every_line_when_the_interval_is_zero():
+def test_every_line_when_the_interval_is_zero(no_time_passes):
   out = io.StringIO()
   with console.Console(file=out, plain_every_s=0.0).stage("s", 2) as stage:
     stage.advance()

@@ -23,7 +23,7 @@ import sys, time
 from sao_jax.io import workdir
 lock = workdir.WorkdirLock(sys.argv[1])
 print("locked", flush=True)
-time.sleep(60)
+time.sleep(500)
 """
 
 

@@ -103,7 +103,7 @@ def test_marks_without_partners_are_read_in_linear_time():
   began = time.process_time()
   text = "\ue0f0" * 200_000
   assert quoting.unquote(text) == text
-  assert time.process_time() - began < 2.0  # quadratic: minutes
+  assert time.process_time() - began < 10.0  # quadratic: minutes
 
 
 def test_markup_is_made_of_control_tokens(tokenizer):

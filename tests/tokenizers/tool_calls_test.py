@@ -103,7 +103,7 @@ def test_malformed(style, text, why):
 def test_a_model_that_repeats_itself_is_read_in_linear_time(style, text):
   began = time.process_time()
   assert parse_tool_calls(text, style, tools=[PYTHON]).error is not None
-  assert time.process_time() - began < 2.0  # quadratic: minutes
+  assert time.process_time() - began < 10.0  # quadratic: minutes
 
 
 @pytest.mark.parametrize("style", ["json_tags", "xml", "key_values"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import os
 import pathlib
 import time
@@ -10,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from sao_jax.envs.tools import PythonTool, PythonToolConfig, _isolation, _zygote
+from sao_jax.envs.tools import PythonSession, PythonTool, PythonToolConfig, _isolation, _zygote
 from tests.envs.tools import hostile_programs, processes
+from tests.waiting import LONG_S
 
 WALL_S = 1.0
 MAX_OUTPUT = 2000
@@ -61,12 +63,13 @@ def make_tool(request: pytest.FixtureRequest, wall_s: float) -> Iterator[PythonT
 
 
 def test_each_ends_as_text_within_the_limits(tool: PythonTool) -> None:
+  gc.collect()
   host_files = len(os.listdir("/proc/self/fd"))
   with concurrent.futures.ThreadPoolExecutor(12) as pool:
     faults = [fault for fault in pool.map(lambda name: fault_of(tool, name), PROGRAMS) if fault]
   assert not faults
   processes.wait_until(lambda: not left_running(tool))
-  assert abs(len(os.listdir("/proc/self/fd")) - host_files) <= 2
+  processes.wait_until(lambda: len(os.listdir("/proc/self/fd")) <= host_files + 2)
 
 
 STAY_BROKEN = {"replacing sys.stdout"}
@@ -76,19 +79,30 @@ STAY_BROKEN = {"replacing sys.stdout"}
 def fault_of(tool: PythonTool, name: str) -> str:
   """Runs one program next to an innocent session; says what went wrong, or nothing."""
   with tool.session() as bystander, tool.session() as session:
-    bystander.run("x = 1")
+    processes.wait_until(lambda: bystander.run("x = 1") == "")  # a second may not be enough on a busy machine
     start = time.monotonic()
     text = session.run("import os, signal, sys, time\n" + PROGRAMS[name])
     elapsed = time.monotonic() - start
-    # What it broke was its own interpreter: the call after the one that finds out has a new one.
-    works = any(session.run("6 * 7") == "42\n" for _ in range(4))
+    working = works(session)
     if name in STAY_BROKEN:
       session.close()
-      works = session.run("6 * 7") == "42\n"
+      working = works(session)
     left = bystander.run("x")
-    undisturbed = left == "1\n" or "time limit" in left  # a second may not be enough on a busy machine
-  good = len(text) < MAX_OUTPUT + 200 and elapsed < WALL_S + 10 and works and undisturbed
-  return "" if good else f"{name}: {elapsed:.2f} s, works {works}, undisturbed {undisturbed}, {text!r}"
+    undisturbed = left == "1\n" or "time limit" in left
+  # The shortest of those that would go on: 30 s.
+  good = len(text) < MAX_OUTPUT + 200 and elapsed < 29 and working and undisturbed
+  return "" if good else f"{name}: {elapsed:.2f} s, works {working}, undisturbed {undisturbed}, {text!r}"
+
+
+def works(session: PythonSession) -> bool:
+  """Whether it computes: what was broken was its own interpreter, and the call after the one that finds out has a new
+  one. On a busy machine the time limit may end any call."""
+  texts: list[str] = []
+  while sum("time limit" not in text for text in texts) < 4 and len(texts) < 30:
+    texts.append(session.run("6 * 7"))
+    if texts[-1] == "42\n":
+      return True
+  return False
 
 
 def left_running(tool: PythonTool) -> set[int]:
@@ -205,14 +219,13 @@ def test_a_session_that_hoards_files_is_ended_where_no_file_system_limits_it(pat
   """Over many calls: a limit of one call's time is none of what it leaves behind."""
   with patient_tool.session() as session:
     session.run("import os\nos.mkdir('d')\ndef save(n):\n  open(f'd/{n}', 'wb').write(b'x' * (1 << 20))")
-    texts = []
-    for number in range(200):
-      texts.append(session.run(f"save({number})"))
-      if texts[-1]:
-        break
+    texts = [""]
+    deadline = time.monotonic() + LONG_S
+    while not texts[-1] and time.monotonic() < deadline:
+      texts.append(session.run(f"save({len(texts)})" if len(texts) < 200 else ""))
       time.sleep(0.05)
   assert "interpreter ended" in texts[-1] or "No space left" in texts[-1]
-  assert len(texts) > 3
+  assert len(texts) > 4
 
 
 def test_directories_are_removed_however_deep_and_closed(tmp_path: pathlib.Path) -> None:

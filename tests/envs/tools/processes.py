@@ -9,6 +9,8 @@ import signal
 import time
 from collections.abc import Callable
 
+from tests.waiting import LONG_S
+
 
 def _parents() -> dict[int, int]:
   parents = {}
@@ -38,8 +40,9 @@ def descendants(root: int) -> set[int]:
     found |= more
 
 
-def kill_descendants() -> None:
-  for pid in descendants(os.getpid()) - {os.getpid()}:
+def kill_descendants(root: int) -> None:
+  """A process and all it has started."""
+  for pid in descendants(root):
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
       os.kill(pid, signal.SIGKILL)
 
@@ -57,7 +60,7 @@ def with_marker(marker: str) -> set[int]:
   return found
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = LONG_S) -> None:
   end = time.monotonic() + timeout
   while not condition():
     assert time.monotonic() < end, "still not so after the timeout"

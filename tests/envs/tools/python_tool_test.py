@@ -14,6 +14,7 @@ import pytest
 
 from sao_jax.envs.tools import PythonTool, PythonToolConfig
 from tests.envs.tools import processes
+from tests.waiting import LONG_S
 
 
 @pytest.fixture(scope="module", params=["subprocess", "bubblewrap"])
@@ -102,12 +103,12 @@ def test_long_output_is_cut_in_the_middle(tool: PythonTool) -> None:
 
 
 def test_wall_clock_limit_ends_the_interpreter_and_the_next_call_has_a_new_one() -> None:
-  with PythonTool(PythonToolConfig(wall_s=1.0)) as tool, tool.session() as session:
+  with PythonTool(PythonToolConfig(wall_s=2.0)) as tool, tool.session() as session:
     session.run("x = 1")
     start = time.monotonic()
-    text = session.run("print('before')\nimport time; time.sleep(60)")
-    assert time.monotonic() - start < 10
-    assert text == "before\n[time limit of 1 s exceeded; variables are lost]\n"
+    text = session.run("print('before')\nimport time; time.sleep(600)")
+    assert time.monotonic() - start < LONG_S
+    assert text == "before\n[time limit of 2 s exceeded; variables are lost]\n"
     assert "NameError" in session.run("x")
 
 
@@ -119,14 +120,14 @@ def test_cpu_limit_is_an_error_in_the_code_and_keeps_the_session(tool: PythonToo
 
 
 def test_without_persistence_every_call_starts_anew() -> None:
-  with PythonTool(PythonToolConfig(persistent=False)) as tool, tool.session() as session:
+  with PythonTool(PythonToolConfig(persistent=False, wall_s=60.0)) as tool, tool.session() as session:
     assert session.run("x = 1; x") == "1\n"
     assert "NameError" in session.run("x")
 
 
 def test_short_tracebacks_and_extra_modules(tmp_path: object) -> None:
   (tmp_path / "extra_module.py").write_text("VALUE = 8\n")  # type: ignore[operator]
-  config = PythonToolConfig(traceback_frames=0, python_path=(str(tmp_path),))
+  config = PythonToolConfig(traceback_frames=0, wall_s=60.0, python_path=(str(tmp_path),))
   os.chmod(str(tmp_path), 0o755)
   with PythonTool(config) as tool, tool.session() as session:
     assert session.run("1 / 0") == "ZeroDivisionError: division by zero\n"
@@ -142,7 +143,7 @@ def test_64_sessions_at_once_each_with_its_own_state_and_some_of_them_hostile(to
   def episode(number: int) -> bool:
     with tool.session() as session:
       session.run(f"x = {number}")
-      all_live.wait(120)
+      all_live.wait(400)
       if number % 4 == 0:
         text = session.run(MISDEEDS[number // 4 % len(MISDEEDS)])
         return 0 < len(text) < 1_500 and session.run("1 + 1") == "2\n"
@@ -157,7 +158,7 @@ def test_64_sessions_at_once_each_with_its_own_state_and_some_of_them_hostile(to
 def test_zygote_is_started_again_when_it_dies(tool: PythonTool) -> None:
   with tool.session() as session:
     session.run("x = 1")
-    processes.kill_descendants()
+    processes.kill_descendants(tool.isolation["pid"])
     assert "variables are lost" in session.run("x")
     assert session.run("1 + 1") == "2\n"
 
@@ -179,7 +180,7 @@ def test_close_leaves_nothing_running(tool: PythonTool) -> None:
 FORK = """
 import os, sys
 from sao_jax.envs.tools import PythonTool, PythonToolConfig
-with PythonTool(PythonToolConfig(backend=sys.argv[1])) as tool, tool.session() as session:
+with PythonTool(PythonToolConfig(backend=sys.argv[1], wall_s=60.0)) as tool, tool.session() as session:
   session.run("x = 1")
   if os.fork() == 0:
     try: tool.session().run("1")
@@ -194,7 +195,7 @@ with PythonTool(PythonToolConfig(backend=sys.argv[1])) as tool, tool.session() a
 
 def test_a_fork_of_the_host_cannot_disturb_its_sessions(tool: PythonTool) -> None:
   command = [sys.executable, "-c", FORK, tool.config.backend]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  done = subprocess.run(command, capture_output=True, text=True, timeout=500)
   assert done.returncode == 0, done.stderr[-2000:]
   assert "belongs to the process that made it" in done.stdout and done.stdout.endswith("1\n 2\n\n")
 
