@@ -27,8 +27,8 @@ def check_processes(config: RunConfig, count: int) -> None:
   """Refuses what several processes cannot do together.
 
   Raises:
-    ValueError: a lag, engines in Ray actors, or (asynchronous) CPU devices, or a batch that does not split into whole
-      groups per process.
+    ValueError: a lag, engines in Ray actors, or (asynchronous) a batch that does not split into whole groups per
+      process.
   """
   if count == 1:
     return
@@ -36,11 +36,6 @@ def check_processes(config: RunConfig, count: int) -> None:
     raise ValueError(f"schedule must be async or sync with {count} processes; received 'lagged'.")
   if config.cluster.num_engines:
     raise ValueError(f"cluster.num_engines must be 0 with {count} processes; received {config.cluster.num_engines}.")
-  if config.schedule == "async" and jax.default_backend() == "cpu":
-    raise ValueError(
-      f"schedule must be sync with {count} processes on CPU devices, where the programs of the engine and of a save "
-      "can wait for one another for ever; received 'async'."
-    )
   share = count * config.group_size
   if config.schedule == "async" and config.batch_size % share:
     raise ValueError(

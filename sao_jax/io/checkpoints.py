@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sao_jax import types, version
-from sao_jax.io import checksums, processes, trajectory_arrays
+from sao_jax.io import checksums, copies, processes, trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 
 _FORMAT = 1
@@ -163,7 +163,7 @@ class Checkpointer:
     self.wait()
     if self.path(step).exists():
       raise ValueError(f"Checkpoint {self.path(step)} is already there.")
-    arrays = {name: _owned_copy(name, leaf) for name, leaf in _named_leaves(state).items()}
+    arrays = copies.owned_copies(_named_leaves(state))
     body = {
       "format": _FORMAT,
       "library_version": version.__version__,
@@ -405,23 +405,8 @@ def _unnest(tree: Mapping[str, Any], name: str) -> Any:
   return node
 
 
-def _is_key(leaf: Any) -> bool:
-  return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _owned_copy(name: str, leaf: Any) -> Any:
-  """Copies a leaf into memory that the learner cannot donate or overwrite."""
-  if _is_key(leaf):
-    leaf = jax.random.key_data(leaf)
-  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-    return jnp.copy(leaf)  # each process of a pod writes its own shards, from a copy on its devices
-  if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-    return np.array(leaf)
-  raise ValueError(f"State leaf {name!r} must be an array; received {type(leaf).__name__}. Others go into `host`.")
-
-
 def _describe(leaf: Any) -> dict[str, Any]:
-  if _is_key(leaf):
+  if copies.is_key(leaf):
     leaf = jax.eval_shape(jax.random.key_data, leaf)
   return {"shape": list(leaf.shape), "dtype": np.dtype(leaf.dtype).name}
 
@@ -433,7 +418,7 @@ def _show(description: Mapping[str, Any] | None) -> str:
 def _abstract(leaf: Any) -> Any:
   """What Orbax restores a leaf into: a placed array for jax leaves, NumPy otherwise."""
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  if _is_key(leaf):
+  if copies.is_key(leaf):
     raw = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=device)
   if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype):
@@ -442,7 +427,7 @@ def _abstract(leaf: Any) -> Any:
 
 
 def _like(leaf: Any, array: Any) -> Any:
-  if not _is_key(leaf):
+  if not copies.is_key(leaf):
     return array
   implementation: list[Any] = []  # traced, because `key_impl` takes keys only, and the leaf may be a mere shape
   jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), leaf)

@@ -45,12 +45,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   folder = str(root)
   one = processes.start(PROGRAM, folder, "one:data=1:sync:3", devices=1)
   eight = processes.start(
-    PROGRAM, folder, f"eight:{MESH}:sync:2", "eight:data=4,context=2:sync:3", "async:data=4,context=2:async:2",
+    PROGRAM, folder, f"eight:{MESH}:sync:2", "eight:tensor=4,context=2:sync:3", "async:data=4,context=2:async:2",
     devices=8,
   )  # fmt: skip
   reports = [processes.finish(process, LIMIT) for process in (one, eight)]
-  run = f"two:{MESH}:sync:2"
-  pair = [processes.start(PROGRAM, folder, run, devices=4, **launch, SAO_PROCESS_ID=str(i)) for i in (0, 1)]
+  runs = (f"two:{MESH}:sync:2", f"two_async:{MESH}:async:2")
+  pair = [processes.start(PROGRAM, folder, *runs, devices=4, **launch, SAO_PROCESS_ID=str(i)) for i in (0, 1)]
   reports += [processes.finish(process, LIMIT) for process in pair]
   assert [report["devices"] for report in reports] == [1, 8, 8, 8]
   assert [report["processes"] for report in reports] == [1, 1, 2, 2]
@@ -60,7 +60,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_a_mesh_trains_like_one_device_and_goes_on_on_another_mesh(root: pathlib.Path) -> None:
-  """Steps 1 and 2 on one mesh; step 3, after a restore, on another. The evaluations are of the first run's end too."""
+  """Steps 1 and 2 on one mesh; step 3, after a restore, on another with two devices to each key/value head. The
+  evaluations are of the first run's end too."""
   want, got = read_metrics(root / "one"), read_metrics(root / "eight")
   assert any(row["policy_grad_norm"] > 0 for row in want[0]) and len(want[0]) == 3
   assert_close(got[0], want[0], 1e-4)
@@ -77,8 +78,9 @@ def test_two_processes_train_like_one(root: pathlib.Path) -> None:
 
 
 @pytest.mark.timeout(2 * LIMIT)
-def test_the_asynchronous_schedule_runs(root: pathlib.Path) -> None:
-  learner, _ = read_metrics(root / "async")
+@pytest.mark.parametrize("name", ["async", "two_async"])
+def test_the_asynchronous_schedule_runs(root: pathlib.Path, name: str) -> None:
+  learner, _ = read_metrics(root / name)
   assert [row["step"] for row in learner] == [1, 2]
   for row in learner:
     assert row["trajectories"] == 16 and row["failed_episodes"] == 0 and row["staleness_max"] <= 8
