@@ -1,10 +1,10 @@
 """Assembles the seccomp filter of the tool's sessions: a classic BPF program, as bytes, for x86-64 and aarch64.
 
 It is a second line: namespaces and dropped capabilities already make most of these calls fail. What it takes away is
-attack surface of the kernel (BPF, io_uring, keyrings, user namespaces, ...), every socket but pairs, and memory that no
-limit counts (memfd, System V shared memory). Where a session has no pid namespace of its own, or where the
-limit of processes does not bind it, a stricter filter keeps it from making processes and threads and from signalling
-any other: there is then exactly one process to end.
+attack surface of the kernel (BPF, io_uring, keyrings, user namespaces, ...), every socket but pairs, memory that no
+limit counts (memfd, System V shared memory, watches of files), and the way out of ending with the zygote. Where a
+session has no pid namespace of its own, or where the limit of processes does not bind it, a stricter filter keeps it
+from making processes and threads and from signalling any other: there is then exactly one process to end.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ _DENIED: Mapping[str, tuple[int, int]] = {
   "msgget": (68, 186),
   "mq_open": (240, 180),
   "memfd_create": (319, 279),
+  "inotify_init": (253, -1),
+  "inotify_init1": (294, 26),
+  "fanotify_init": (300, 262),
   "io_uring_setup": (425, 425),
   "io_uring_enter": (426, 426),
   "io_uring_register": (427, 427),
@@ -118,7 +121,8 @@ _OWN_PROCESS_ONLY: Mapping[str, tuple[int, int]] = {  # where the first argument
   "sched_setparam": (142, 118),
   "sched_setattr": (314, 274),
 }
-_CLONE, _CLONE3 = (56, 220), 435
+_CLONE, _CLONE3, _PRCTL = (56, 220), 435, (157, 167)
+_PR_SET_PDEATHSIG = 1
 
 
 def _statement(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -154,6 +158,8 @@ def program(machine: str, *, processes: bool) -> bytes:
   for numbers in denied.values():
     if numbers[column] >= 0:
       code += [_statement(_JUMP_EQ, numbers[column], 0, 1), _error(_EPERM)]
+  prctl = [load_argument, _statement(_JUMP_EQ, _PR_SET_PDEATHSIG, 0, 1), _error(_EPERM), _statement(_RETURN, _ALLOW)]
+  code += [_statement(_JUMP_EQ, _PRCTL[column], 0, len(prctl)), *prctl]
   clone = [_error(_EPERM)]
   if processes:
     clone = [load_argument, _statement(_JUMP_SET, _NEW_NAMESPACE_FLAGS, 0, 1), *clone, _statement(_RETURN, _ALLOW)]

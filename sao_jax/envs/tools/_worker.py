@@ -83,6 +83,10 @@ class Zygote:
         self._kill_hoarders()
     for pid in self._pids.values():
       self._kill(pid)
+    if not self._namespaces:  # the host may be gone
+      for pid in self._cleaners.union(self._pids.values()):
+        os.waitpid(pid, 0)
+      _isolation.remove_tree(self._settings["scratch"])
 
   def _fork(self, session: int, fds: list[int]) -> None:
     if self._namespaces:

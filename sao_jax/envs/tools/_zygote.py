@@ -159,6 +159,8 @@ class Zygote:
       )
     try:
       self.isolation = self._handshake()
+      if self.isolation["namespaces"]:  # the zygote has a root of its own by now
+        os.rmdir(self._scratch)
       self._probe()
     except BaseException:
       self.close()
@@ -290,10 +292,7 @@ def _command(config: PythonToolConfig, bubblewrap: bool, scratch: str, control_f
     *(word for source, target in read_only.items() for word in ("--ro-bind-try", source, target)),
     "--proc",
     "/proc",
-    "--dev",
-    "/dev",
-    "--remount-ro",
-    "/dev",
+    *(word for path in _DEVICES for word in ("--dev-bind", path, path)),
     "--tmpfs",
     "/tmp",
     "--chdir",

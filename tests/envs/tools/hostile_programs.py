@@ -442,4 +442,39 @@ for _ in range(10**5): e.add_note('n' * 100)
 raise e
 """,
   "syntax error with a huge line": "eval('x ' * 10**6)",
+  "native threads": """
+import ctypes
+libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+for _ in range(4): libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.pause, ctypes.c_void_p), None)
+""",
+  "a filter of its own that refuses every call": """
+import ctypes, struct
+refuse = ctypes.create_string_buffer(struct.pack('<HBBI', 6, 0, 0, 0x00050001))
+ctypes.CDLL(None).prctl(22, 2, struct.pack('@HP', 1, ctypes.addressof(refuse)), 0, 0)
+""",
+  "child that answers first": """
+import sao_host
+worker = sao_host.ask.__self__
+if os.fork() == 0:
+  worker._connection.sendall(worker._number.to_bytes(8, 'little') + b'.')
+  time.sleep(100)
+time.sleep(0.2)
+""",
+  "child that poses as the worker": "real = os.getpid()\nos.getpid = lambda: real\nos.fork()",
+  "dump of the interpreter into the protocol": "import faulthandler\nfaulthandler.dump_traceback(file=200)",
+  "error handlers of codecs": """
+import codecs
+for name in ('backslashreplace', 'replace'): codecs.register_error(name, lambda error: ('x' * 10**7, error.end))
+print('\\ud800')
+""",
+  "builtins deleted": "import builtins\nfor name in ('len', 'isinstance', 'BaseException'): delattr(builtins, name)",
+  "exception whose class cannot be named": """
+class Meta(type):
+  def __getattribute__(cls, name): raise SystemExit
+class E(Exception, metaclass=Meta): pass
+raise E
+""",
+  "exception with a huge name": "raise type('E' * 10**7, (Exception,), {})",
+  "bytecode that is none": "f = lambda: 0\nf.__code__ = f.__code__.replace(co_code=bytes(range(256)))\nf()",
+  "types overwritten": "import ctypes\nctypes.memset(id(int), 0, 200)\nint('3')",
 }

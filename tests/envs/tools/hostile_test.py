@@ -6,6 +6,8 @@ import concurrent.futures
 import gc
 import os
 import pathlib
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -23,6 +25,7 @@ PROGRAMS = hostile_programs.PROGRAMS
 
 WAYS = ("subprocess", "bubblewrap", "no namespaces")
 NO_NAMESPACES = "package._isolation.enter_namespaces = lambda settings: False\nmodule.main(settings)"
+BARE_BOOT = _zygote._BOOT.replace("module.main(settings)", NO_NAMESPACES)
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -52,7 +55,7 @@ def make_tool(request: pytest.FixtureRequest, wall_s: float) -> Iterator[PythonT
   try:
     with pytest.MonkeyPatch.context() as patch:
       if bare:  # as on a system that refuses them
-        patch.setattr(_zygote, "_BOOT", _zygote._BOOT.replace("module.main(settings)", NO_NAMESPACES))
+        patch.setattr(_zygote, "_BOOT", BARE_BOOT)
       tool = PythonTool(config)
   except RuntimeError as error:
     pytest.skip(f"{request.param}: {error}")
@@ -176,6 +179,8 @@ tries = {
   'mount': (b'none', b'/tmp', b'tmpfs', 0, None), 'umount2': (b'/tmp', 2), 'umount': (b'/proc',), 'chroot': (b'/tmp',),
   'unshare': (0x10000000,), 'setuid': (0,), 'setgid': (0,), 'setresuid': (0, 0, 0), 'ptrace': (16, 1, 0, 0),
   'sethostname': (b'x', 1), 'personality': (0x0040000,), 'setns': (3, 0), 'mknod': (b'/tmp/sda', 0o060666, 0x800),
+  'inotify_init': (), 'inotify_init1': (0,), 'fanotify_init': (0x200, 0), 'posix_openpt': (2,),
+  'prctl': (1, 0, 0, 0, 0),  # not to be ended with its parent
 }
 for name, arguments in tries.items():
   if getattr(libc, name)(*arguments) >= 0: print('ALLOWED', name)
@@ -187,6 +192,58 @@ print('end')
 """
   with patient_tool.session() as session:
     assert session.run(code) == "end\n"
+
+
+IMMORTAL = f"""
+import ctypes, os, signal
+libc = ctypes.CDLL(None)
+libc.prctl(1, 0, 0, 0, 0); libc.prctl(15, b'{MARKER}', 0, 0, 0)
+for number in range(1, 65):
+  try: signal.signal(number, signal.SIG_IGN)
+  except (OSError, ValueError): pass
+open('left', 'w').write('x')
+try:
+  if os.fork() == 0: libc.prctl(1, 0, 0, 0, 0)
+except OSError: pass
+while True: signal.pause()
+"""
+KILLED_HOST = """
+import sys
+from sao_jax.envs.tools import PythonTool, PythonToolConfig, _zygote
+_zygote._BOOT = sys.argv[2]
+tool = PythonTool(PythonToolConfig(backend=sys.argv[1], wall_s=600.0))
+code = "import sao_host; sao_host.ask(b'up')\\n" + sys.argv[3]
+def up(message):
+  print(tool._zygote._scratch, flush=True)
+  return b""
+tool.session().run(code, listener=up)
+"""
+
+
+def test_what_ignores_every_signal_ends_with_the_zygote(patient_tool: PythonTool) -> None:
+  """The kernel may kill the zygote when memory runs out; nobody is left then to end its sessions."""
+  with patient_tool.session() as session, concurrent.futures.ThreadPoolExecutor(1) as pool:
+    text = pool.submit(session.run, IMMORTAL)
+    processes.wait_until(lambda: bool(processes.with_marker(MARKER)))
+    processes.kill_named(patient_tool.isolation["pid"], "sao_jax_tool")
+    assert "interpreter ended" in text.result(LONG_S)
+    processes.wait_until(lambda: not processes.with_marker(MARKER))
+    assert session.run("6 * 7") == "42\n"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_host_leaves_neither_processes_nor_directories(way: str) -> None:
+  backend, boot = ("subprocess", BARE_BOOT) if way == "no namespaces" else (way, _zygote._BOOT)
+  command = [sys.executable, "-c", KILLED_HOST, backend, boot, IMMORTAL]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as host:
+    assert host.stdout is not None and host.stderr is not None
+    scratch = host.stdout.readline().strip()
+    if "bubblewrap does not work here" in (said := "" if scratch else host.stderr.read()):
+      pytest.skip(said)
+    assert scratch, said
+    processes.wait_until(lambda: bool(processes.with_marker(MARKER)))
+    host.kill()
+  processes.wait_until(lambda: not processes.with_marker(MARKER) and not os.path.exists(scratch))
 
 
 def test_sessions_cannot_reach_one_another(patient_tool: PythonTool) -> None:

@@ -47,6 +47,12 @@ def kill_descendants(root: int) -> None:
       os.kill(pid, signal.SIGKILL)
 
 
+def kill_named(root: int, name: str) -> None:
+  """Of a process and all it has started, the first with that name."""
+  pids = [pid for pid in sorted(descendants(root)) if pathlib.Path(f"/proc/{pid}/comm").read_text().strip() == name]
+  os.kill(pids[0], signal.SIGKILL)
+
+
 def with_marker(marker: str) -> set[int]:
   """Live processes, anywhere, that carry the marker as their name (prctl PR_SET_NAME) or in their command line."""
   found = set()
