@@ -175,6 +175,8 @@ class ModelConfig:
       0 < rotary <= self.head_dim,
       f"such that 1 or more whole pairs of the head_dim = {self.head_dim} dimensions are rotated",
     )
+    whole = self.rope_scaling.rope_type != "yarn" or self.rotary_dim % 2 == 0  # its ramp is defined over pairs
+    _check("ModelConfig.partial_rotary_factor", self.partial_rotary_factor, whole, "such that 'yarn' turns whole pairs")
     if self.num_experts:
       self._check_experts()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,11 +15,14 @@ import numpy as np
 from sao_jax import foreign
 from sao_jax.models.config import ModelConfig, RopeScaling
 from sao_jax.models.heads import init_policy
+from sao_jax.models.layers import rope_frequencies
 from sao_jax.types import Params
 
 # Metadata of the architecture that the decoder accounts for; another key under `llama.` is an error.
 _INERT = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"})
 
+_FREQUENCIES = "rope_freqs.weight"
+"""What Llama 3.1 and later files carry instead of keys: a divisor for each frequency."""
 _TOP: Mapping[str, str] = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"}
 _MODULES: Mapping[str, str] = {
   "input_norm": "attn_norm",
@@ -55,6 +60,9 @@ def load_gguf(
   tensors = {tensor.name: tensor for tensor in reader.tensors}
   try:
     config = _config(reader, tensors, dtype, param_dtype)
+    if _FREQUENCIES in tensors:
+      stored = tensors.pop(_FREQUENCIES)
+      config = _with_divisors(config, gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float64))
     if config.num_layers > len(tensors):
       raise ValueError(f"block_count = {config.num_layers} needs more than the {len(tensors)} tensors that it has.")
   except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
@@ -152,10 +160,41 @@ def _decimal(value: float) -> float:
 
 
 def _scaling(values: dict[str, Any]) -> RopeScaling:
-  kind = values.pop("rope.scaling.type", "none")
-  factor = float(values.pop("rope.scaling.factor", 1.0))
-  if kind == "none":
+  kind = values.pop("rope.scaling.type", "linear")  # llama.cpp's default
+  factor = float(values.pop("rope.scaling.factor", 0.0))
+  if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
     return RopeScaling()
   if kind == "linear":
     return RopeScaling(rope_type="linear", factor=factor)
   raise ValueError(f"llama.rope.scaling.type = {kind!r} is not supported; allowed: none, linear.")
+
+
+def _with_divisors(config: ModelConfig, divisors: np.ndarray) -> ModelConfig:
+  """The config whose "llama3" scaling divides the frequencies by `divisors` `[head_dim / 2]`.
+
+  Of the rule's numbers the divisors fix the factor and, up to a common scale, the bounds and the length; what they
+  leave open is taken from Llama 3.1. Whatever is found is checked against the divisors.
+  """
+  plain, most = rope_frequencies(config)[0], float(np.max(divisors, initial=1.0))
+  refused = ValueError(f"{_FREQUENCIES} is not supported: it is not of the form that Llama 3.1 has ('llama3').")
+  if divisors.shape != plain.shape or config.rope_scaling != RopeScaling() or not (divisors >= 1.0).all():
+    raise refused
+  if most == 1.0:
+    return config
+  high, length = 4.0, 8192
+  kept = (1.0 / divisors - 1.0 / most) / (1.0 - 1.0 / most)  # of each frequency: 1 whole, 0 all divided
+  between = (kept > 1e-5) & (kept < 1.0 - 1e-5)
+  turns, kept = plain[between] / (2.0 * math.pi), kept[between]
+  if kept.size >= 2:  # kept = (length * turns - 1) / (high - 1)
+    slope, offset = np.polyfit(turns, kept, 1)
+    high = round(1.0 - 1.0 / min(offset, -1e-9), 3)
+    length = round(slope * (high - 1.0))
+  elif kept.size == 1:
+    length = round((kept[0] * (high - 1.0) + 1.0) / turns[0])
+  if high <= 1.0 or not 0 < length < 2**31:
+    raise refused
+  scaling = RopeScaling(rope_type="llama3", factor=most, original_max_position_embeddings=length, high_freq_factor=high)
+  scaled = dataclasses.replace(config, rope_scaling=scaling)
+  if not np.allclose(plain / rope_frequencies(scaled)[0], divisors, rtol=1e-4):
+    raise refused
+  return scaled

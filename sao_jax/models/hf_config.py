@@ -48,6 +48,36 @@ _INERT = frozenset(
   }
 )
 
+# How to sample, and how to run transformers: old files carry these here, and transformers drops them, too.
+_OF_GENERATION = frozenset(
+  {
+    "attn_implementation",
+    "diversity_penalty",
+    "do_sample",
+    "encoder_no_repeat_ngram_size",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+  }
+)
+
 # Fields of ModelConfig that say how to compute, not what: a checkpoint does not carry them.
 _RUNTIME_FIELDS = frozenset({"dtype", "param_dtype", "remat", "moe_impl", "attention_impl", "init_std"})
 
@@ -147,7 +177,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
   fields |= _rope(keys, model_type, fields["max_position_embeddings"])
   fields |= _experts(keys, model_type)
   _refuse_sliding_window(keys, layers)
-  keys.finish(_INERT)
+  keys.finish(_INERT | _OF_GENERATION)
   if fields["param_dtype"] not in DTYPES:
     raise ValueError(f"config.json: dtype must be one of {DTYPES}; received {fields['param_dtype']!r}.")
   return ModelConfig(**fields)
@@ -167,6 +197,8 @@ def _refuse_unsupported(keys: _Keys, model_type: str) -> None:
   keys.require("hidden_act", ("silu", "swish"))
   keys.require("attention_dropout", (0.0,))
   keys.require("rope_interleaved", (False,))
+  if model_type in ("qwen3", "qwen3_moe"):  # published files of Qwen3-Coder say so
+    keys.require("use_qk_norm", (True,))
   if model_type == "qwen3_moe":
     keys.require("shared_expert_intermediate_size", (0,))
 
@@ -189,7 +221,9 @@ def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[st
   """Rotary settings from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
   new, old = keys.take("rope_parameters", default=None), keys.take("rope_scaling", default=None)
   values = dict(old or new or {})
-  if isinstance(values.get("full_attention"), Mapping):  # one entry per layer type; there is only one type here
+  # One entry per layer type; there is only one type here. The other families have none, and there transformers passes
+  # such entries over: they are unknown keys.
+  if model_type == "qwen3" and isinstance(values.get("full_attention"), Mapping):
     values = dict(values["full_attention"])
   outer_theta = keys.take("rope_theta", default=10_000.0)
   outer_factor = keys.take("partial_rotary_factor", default=1.0)

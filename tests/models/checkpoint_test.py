@@ -215,6 +215,9 @@ def test_fused_experts_and_other_spellings(model_type: str, tmp_path: pathlib.Pa
       models.RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
     ),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, "num_layers", 2),  # from 28 on
+    ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "rope_theta", 7.0),
+    ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}, "qk_norm", True),
+    ("llama", {"max_length": 4096, "temperature": 0.6, "top_p": 0.9, "num_beams": 1}, "num_layers", 2),
   ],
 )
 def test_config_keys(model_type: str, changes: dict[str, Any], field: str, want: Any) -> None:
@@ -241,6 +244,13 @@ def test_config_keys(model_type: str, changes: dict[str, Any], field: str, want:
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows are not supported"),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, "sliding windows are not supported"),
     ("qwen3_moe", {"num_experts": 8}, "mean the same and differ"),
+    ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "'full_attention': "),
+    (
+      "glm4_moe",
+      {"head_dim": 10, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}},
+      "partial_rotary_factor must be such that 'yarn' turns whole pairs; received 0.5",
+    ),
     ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
     ("glm4_moe", {"n_group": 4}, "n_group must be a divisor"),
   ],

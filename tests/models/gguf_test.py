@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 from sao_jax import foreign, models
+from sao_jax.models.layers import rope_frequencies
 from tests.models.checkpoint_test import FIXTURES
 
 _NAMES = {
@@ -33,7 +34,9 @@ def _interleave(rows: np.ndarray, heads: int) -> np.ndarray:
   return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _write(path: pathlib.Path, *, quantized: bool = False, **extra: Any) -> None:
+def _write(
+  path: pathlib.Path, *, quantized: bool = False, divisors: np.ndarray | None = None, theta: float = 1e5, **extra: Any
+) -> None:
   tensors = safetensors.numpy.load_file(FIXTURES / "llama" / "model.safetensors")
   writer = gguf.GGUFWriter(path, "llama")
   writer.add_block_count(2)
@@ -44,10 +47,12 @@ def _write(path: pathlib.Path, *, quantized: bool = False, **extra: Any) -> None
   writer.add_head_count_kv(2)
   writer.add_key_length(16)
   writer.add_rope_dimension_count(16)
-  writer.add_rope_freq_base(100_000.0)
+  writer.add_rope_freq_base(theta)
   writer.add_layer_norm_rms_eps(1e-6)
   for name, value in extra.items():
     writer.add_float32("llama." + name.replace("__", "."), value)
+  if divisors is not None:
+    writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
   for name, value in tensors.items():
     short = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(name)
     if short is None:
@@ -125,3 +130,44 @@ def test_unsupported_keys_are_named(tmp_path: pathlib.Path) -> None:
   _write(tmp_path / "wrong.gguf", rope__dimension_sections=2.0)
   with pytest.raises(ValueError, match=r"rope\.dimension_sections"):
     models.load_gguf(tmp_path / "wrong.gguf")
+
+
+def test_a_factor_without_a_type_is_linear_as_in_llama_cpp(tmp_path: pathlib.Path) -> None:
+  _write(tmp_path / "model.gguf", rope__scaling__factor=4.0)
+  config, _ = models.load_gguf(tmp_path / "model.gguf")
+  assert config.rope_scaling == models.RopeScaling(rope_type="linear", factor=4.0)
+
+
+def _llama3_divisors(theta: float, factor: float, low: float, high: float, length: int) -> np.ndarray:
+  """As llama.cpp's converter writes them, for heads of 16."""
+  wavelengths = 2 * np.pi * theta ** (np.arange(0, 16, 2) / 16)
+  smooth = (length / wavelengths - low) / (high - low)
+  between = 1 / ((1 - smooth) / factor + smooth)
+  return np.where(wavelengths < length / high, 1, np.where(wavelengths > length / low, factor, between))
+
+
+@pytest.mark.parametrize(
+  ("theta", "low", "high", "length"),
+  [(20.0, 1.0, 4.0, 64), (20.0, 2.0, 4.0, 64), (5e5, 1.0, 4.0, 8192), (1e9, 1.0, 4.0, 8192)],
+)
+def test_llama3_divisors_become_a_scaling(
+  theta: float, low: float, high: float, length: int, tmp_path: pathlib.Path
+) -> None:
+  """With several frequencies between the bounds (of which only the ratio is told), with one, and with none."""
+  divisors = _llama3_divisors(theta, 8.0, low, high, length)
+  _write(tmp_path / "model.gguf", divisors=divisors, theta=theta)
+  config, _ = models.load_gguf(tmp_path / "model.gguf")
+  assert config.rope_scaling.rope_type == "llama3"
+  plain = theta ** (-np.arange(0, 16, 2) / 16)
+  np.testing.assert_allclose(rope_frequencies(config)[0], plain / divisors, rtol=1e-5)
+  if length == 8192:
+    assert config.rope_scaling == models.RopeScaling(
+      rope_type="llama3", factor=8.0, original_max_position_embeddings=8192
+    )
+
+
+@pytest.mark.parametrize("divisors", [np.linspace(1, 8, 8), np.linspace(8, 1, 8), np.full(8, 0.5), np.full(4, 2.0)])
+def test_other_divisors_are_refused_by_name(divisors: np.ndarray, tmp_path: pathlib.Path) -> None:
+  _write(tmp_path / "model.gguf", divisors=divisors)
+  with pytest.raises(ValueError, match=r"model\.gguf: rope_freqs\.weight is not supported"):
+    models.load_gguf(tmp_path / "model.gguf")
