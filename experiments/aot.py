@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments import hlo
+from sao_jax.axes import ROWS, axes_in_use
 from sao_jax.learner import LearnerConfig, LearnerState, init_state, make_critic_step
 from sao_jax.learner.update import update_policy
 from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy, policy_apply, value_apply
 from sao_jax.sharding import batch_shardings, cache_shardings, hold_sharded, on_mesh, replicated, shardings_for
-from sao_jax.sharding.rules import ROWS
 from sao_jax.types import Params, TokenBatch
 
 
@@ -161,7 +161,7 @@ def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.sta
     return jnp.dot(hidden, policy.lm_head(prepared), preferred_element_type=jnp.float32), window
 
   params = policy_shapes(model)
-  rows = tuple(axis for axis in ROWS if mesh.shape[axis] > 1) or None
+  rows = axes_in_use(mesh, *ROWS) or None
   slots = jax.ShapeDtypeStruct((load.slots,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
   whole = NamedSharding(mesh, PartitionSpec())
   cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.seq))

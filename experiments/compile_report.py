@@ -25,11 +25,11 @@ from jax.sharding import Mesh
 
 from experiments import aot, command
 from experiments.presets.model_configs import MODELS
+from sao_jax.axes import AXES, axes_in_use
 from sao_jax.learner import LearnerConfig
 from sao_jax.learner.partition import parameter_counts
 from sao_jax.models import ModelConfig
 from sao_jax.sharding import MeshConfig, make_mesh, parse_mesh
-from sao_jax.sharding.mesh import AXES
 
 PROGRAMS = ("policy", "critic", "decode")
 _HBM_GB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     eps_low=0.3, eps_high=5.0, frozen_critic=tuple(_FROZEN.value), row_length=load.seq, rows_per_microbatch=rows,
     logprob_chunk_size=_CHUNK.value,
   )  # fmt: skip
-  axes = ", ".join(f"{name}={mesh.shape[name]}" for name in AXES if mesh.shape[name] > 1) or "one device"
+  axes = ", ".join(f"{name}={mesh.shape[name]}" for name in axes_in_use(mesh, *AXES)) or "one device"
   target = _TOPOLOGY.value or f"{mesh.size} virtual CPU devices"
   print(f"{_MODEL.value} on {target}: {axes}; {load.rows} rows x {load.seq} tokens, {load.slots} slots")
   print(f"attention_impl={model.attention_impl} moe_impl={model.moe_impl} remat={model.remat} dtype={model.dtype}")

@@ -20,9 +20,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from sao_jax import sharding
+from sao_jax.axes import AXES, ROWS, axes_in_use
 from sao_jax.config import RunConfig
-from sao_jax.sharding.mesh import AXES
-from sao_jax.sharding.rules import ROWS
 from sao_jax.types import CachedPolicy, Params, TokenBatch
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,7 +57,7 @@ class Placement:
     ):
       ways = math.prod(mesh.shape[axis] for axis in axes)
       if size % ways:
-        split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape[axis] > 1)
+        split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes_in_use(mesh, *axes))
         raise ValueError(f"{name} must be a multiple of {ways}, since {split} splits it; received {size}.")
 
   @contextlib.contextmanager

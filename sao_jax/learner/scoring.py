@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from sao_jax.axes import ROWS, axes_for
 from sao_jax.ops import logprobs, masking
 from sao_jax.types import PolicyOutput, TokenBatch
-
-_ROWS, _COLUMNS = ("data", "fsdp", "expert"), ("context",)
-"""Mesh axes that split a batch; see the table in `sharding/rules.py`."""
 
 
 def action_logprobs(
@@ -31,7 +27,7 @@ def action_logprobs(
     chunk_size: tokens whose logits a device holds at once.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  rows, columns = _splitting(mesh, batch.tokens.shape[0], *_ROWS), _splitting(mesh, batch.tokens.shape[1], *_COLUMNS)
+  rows, columns = axes_for(mesh, batch.tokens.shape[0], *ROWS), axes_for(mesh, batch.tokens.shape[1], "context")
 
   def score(hidden: jax.Array, head: jax.Array, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     logp, entropy = logprobs.masked_token_logprobs(
@@ -51,9 +47,3 @@ def action_logprobs(
       check_vma=False,
     )  # fmt: skip
   return score(masking.align_predictions(output.hidden), head, batch.tokens, batch.action_mask)
-
-
-def _splitting(mesh: AbstractMesh, size: int, *names: str) -> tuple[str, ...]:
-  """Those of the named axes that the ambient mesh has with several devices, if together they divide `size`."""
-  used = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
-  return used if size % math.prod(mesh.shape[name] for name in used) == 0 else ()

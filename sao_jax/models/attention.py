@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from sao_jax.models.mesh import ROWS, ambient_mesh, axes_for
+from sao_jax.axes import ROWS, axes_for
+from sao_jax.models.mesh import ambient_mesh
 
 CHUNKED_FROM = 8192
 _HALVED_FROM = 128

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from sao_jax.models.mesh import ROWS, SHARD, Names, ambient_mesh, axes_for
+from sao_jax.axes import EXPERT_SHARD, ROWS, axes_for
+from sao_jax.models.mesh import ambient_mesh
 
 Kernels = TypeVar("Kernels", bound=tuple[jax.Array, ...])
 ExpertMlp: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, Kernels], jax.Array]
@@ -66,9 +67,9 @@ def _on_mesh(
   num_experts, dim, width = kernels[0].shape
   rows, context = axes_for(mesh, x.shape[0], *ROWS), axes_for(mesh, x.shape[1], "context")
   split, tensor = axes_for(mesh, num_experts, "expert"), axes_for(mesh, width, "tensor")
-  shard = axes_for(mesh, dim, *SHARD)
+  shard = axes_for(mesh, dim, *EXPERT_SHARD)
   # With rows that do not divide, every device already holds all tokens and only the sum is left to do.
-  travel: Names = split if "expert" in rows else ()
+  travel = split if "expert" in rows else ()
 
   def local(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels) -> jax.Array:
     if shard:
@@ -95,7 +96,7 @@ def _on_mesh(
   return run(x, weights, experts, kernels)
 
 
-def _gather(kernel: jax.Array, shard: Names, axis: int) -> jax.Array:
+def _gather(kernel: jax.Array, shard: tuple[str, ...], axis: int) -> jax.Array:
   """One mesh axis after the other, the inner one first: TPUs turn gathers over several axes into costlier sums."""
   for name in reversed(shard):
     kernel = jax.lax.all_gather(kernel, name, axis=axis, tiled=True)

@@ -6,22 +6,10 @@ run under `jax.shard_map` instead, because the compiler cannot look into a kerne
 
 from __future__ import annotations
 
-import math
-from typing import TypeAlias
-
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-ROWS = ("data", "fsdp", "expert")
-"""Mesh axes that split rows of a batch; see the table in `sharding/rules.py`."""
-CONTEXT = ("context",)
-"""The axis that splits the tokens of a row."""
-TENSOR = ("tensor",)
-"""The axis that splits heads, widths and the vocabulary."""
-SHARD = ("fsdp", "context")
-"""Mesh axes over which an expert's weights lie scattered until they are used."""
-
-Names: TypeAlias = tuple[str, ...]
+from sao_jax.axes import ROWS, axes_for
 
 
 def ambient_mesh() -> AbstractMesh | None:
@@ -32,7 +20,7 @@ def ambient_mesh() -> AbstractMesh | None:
   return mesh
 
 
-def hold(x: jax.Array, *dims: Names) -> jax.Array:
+def hold(x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
   """Tells the compiler which axes split each dimension of `x`, where they divide it; off a mesh, `x` as it is.
 
   Activations are held where one layer ends and the next begins, so that it is the weights that are gathered there.
@@ -46,15 +34,4 @@ def hold(x: jax.Array, *dims: Names) -> jax.Array:
 
 def hold_tokens(x: jax.Array) -> jax.Array:
   """`hold` for activations: `[B, T, D]` by rows and tokens, `[S, D]` by rows."""
-  return hold(x, ROWS, CONTEXT, ()) if x.ndim == 3 else hold(x, ROWS, ())
-
-
-def axes_in_use(mesh: AbstractMesh, *names: str) -> Names:
-  """Those of the named axes that the mesh has with more than one device."""
-  return tuple(name for name in names if mesh.shape.get(name, 1) > 1)
-
-
-def axes_for(mesh: AbstractMesh, size: int, *names: str) -> Names:
-  """The axes in use if together they divide `size`, else none: the dimension is then held whole by every device."""
-  used = axes_in_use(mesh, *names)
-  return used if size % math.prod(mesh.shape[name] for name in used) == 0 else ()
+  return hold(x, ROWS, ("context",), ()) if x.ndim == 3 else hold(x, ROWS, ())

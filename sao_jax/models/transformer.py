@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.layers import MLP, Attention, LayerCache, RMSNorm, rope_tables
-from sao_jax.models.mesh import TENSOR, hold, hold_tokens
+from sao_jax.models.mesh import hold, hold_tokens
 from sao_jax.models.moe import MoE
 from sao_jax.types import Cache
 
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
   def _look_up(self, tokens: jax.Array) -> jax.Array:
     """`[B, T, D]`. On a mesh the table is gathered first: it is smaller than all that is looked up in it."""
     table = self.embed.embedding.astype(self.config.compute_dtype)
-    return hold_tokens(hold(table, TENSOR, ())[tokens])
+    return hold_tokens(hold(table, ("tensor",), ())[tokens])
 
   def __call__(
     self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None

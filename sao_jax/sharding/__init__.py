@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from sao_jax.axes import AXES
 from sao_jax.sharding import rules
 from sao_jax.sharding.cached import cached_on_mesh
-from sao_jax.sharding.mesh import AXES, MeshConfig, make_mesh, parse_mesh
+from sao_jax.sharding.mesh import MeshConfig, make_mesh, parse_mesh
 from sao_jax.sharding.rules import Rule, batch_shardings, cache_shardings, replicated, shardings_for
 from sao_jax.sharding.step import hold_sharded, jit_step, on_mesh, place
 

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sao_jax.sharding.rules import CACHE_RULES, ROWS, matches, path_components, replicated, spec_for
+from sao_jax.axes import ROWS, axes_in_use
+from sao_jax.sharding.rules import CACHE_RULES, matches, path_components, replicated, spec_for
 from sao_jax.sharding.step import on_mesh
 from sao_jax.types import Cache, CachedPolicy, Params, SlotPlacement, Window
 
@@ -63,7 +64,7 @@ def cached_on_mesh(
   def merge(cache: Cache, window: Window, count: jax.Array) -> Cache:
     return hold(policy.merge(cache, window, count))
 
-  slots = PartitionSpec(tuple(axis for axis in ROWS if mesh.shape[axis] > 1) or None)
+  slots = PartitionSpec(axes_in_use(mesh, *ROWS) or None)
   return CachedPolicy(
     init_cache=init_cache,
     extend=on_mesh(extend, mesh),

@@ -11,8 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-AXES = ("data", "fsdp", "tensor", "expert", "context")
-"""Every mesh has all five axes, in this order; an axis that is not used has size 1."""
+from sao_jax.axes import AXES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,16 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sao_jax.axes import EXPERT_SHARD, ROWS, SHARD
+
 Axes: TypeAlias = tuple[str, ...] | str | None
 """Mesh axes that one dimension is split over."""
-
-ROWS = ("data", "fsdp", "expert")
-"""Rows of a batch and slots of a cache: no device computes what another one computes."""
-SHARD = ("fsdp", "expert", "context")
-"""What parameters are split over for memory's sake alone: every axis along which they would otherwise be replicas, but
-`data`, which stays free for slow links."""
-EXPERT_SHARD = ("fsdp", "context")
-"""The same for stacked experts, whose first dimension takes `expert`."""
 
 
 class IfEven(NamedTuple):

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sao_jax.sharding.rules import ROWS, RULES, Rule, batch_shardings, replicated, shardings_for
+from sao_jax.axes import ROWS
+from sao_jax.sharding.rules import RULES, Rule, batch_shardings, replicated, shardings_for
 from sao_jax.types import Params, TokenBatch
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -6,7 +6,8 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from sao_jax.sharding.mesh import AXES, MeshConfig, make_mesh, parse_mesh
+from sao_jax.axes import AXES
+from sao_jax.sharding.mesh import MeshConfig, make_mesh, parse_mesh
 
 
 def test_rest_axis_takes_the_devices_that_are_left():

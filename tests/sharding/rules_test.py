@@ -8,8 +8,8 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from sao_jax.axes import AXES
 from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy
-from sao_jax.sharding.mesh import AXES
 from sao_jax.sharding.rules import batch_shardings, cache_shardings, shardings_for, spec_for
 from sao_jax.types import TokenBatch
 
