@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import dis
+import linecache
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import app
-
-_OURS = frozenset({"sao_jax", "experiments"})
 
 
 def run(main: Callable[[list[str]], Any], *, flags_parser: Callable[[Sequence[str]], list[str]] | None = None) -> None:
@@ -36,24 +35,27 @@ def run(main: Callable[[list[str]], Any], *, flags_parser: Callable[[Sequence[st
 def one_line(error: BaseException) -> str | None:
   """What to tell of an exception that is an answer to what was asked for; None for a bug, which needs its traceback.
 
-  Answers are a `UsageError`, this project's own exceptions, an operating system's error that names a file, and what the
-  project raises on purpose about a value, a file or a package: the message says what was received and what is allowed.
+  Answers are a `UsageError`, this project's own exceptions, an operating system's error that names a file, and an error
+  about a value, a file or a package whose traceback ends at a `raise` statement of this project: there its message says
+  what was received and what is allowed. What `int("x")` raises in this project, or another package, is a bug.
   """
-  own = isinstance(error, app.UsageError) or type(error).__module__.partition(".")[0] in _OURS
-  if own or (isinstance(error, OSError) and error.filename is not None):
+  if isinstance(error, OSError) and error.filename is not None:
+    paths = repr(error.filename) if error.filename2 is None else f"{error.filename!r} -> {error.filename2!r}"
+    return f"cannot read or write {paths}: {error.strerror}"
+  if isinstance(error, app.UsageError) or _is_ours(type(error).__module__):
     return str(error)
   about_input = isinstance(error, ValueError | TypeError | OSError | ImportError)
-  return str(error) if about_input and _raised_on_purpose(error) else None
+  return str(error) if about_input and _ends_at_our_raise(error) else None
 
 
-def _raised_on_purpose(error: BaseException) -> bool:
-  """Whether it comes from a `raise` in this project; what `int("x")` there raises, or another package, does not."""
-  trace = error.__traceback__
-  while trace is not None and trace.tb_next is not None:
-    trace = trace.tb_next
-  if trace is None:
+def _ends_at_our_raise(error: BaseException) -> bool:
+  steps = list(traceback.walk_tb(error.__traceback__))
+  if not steps:
     return False
-  module = trace.tb_frame.f_globals
-  name = module["__spec__"].name if module.get("__spec__") else module.get("__name__", "")  # a command is `__main__`
-  raises = trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-  return raises and name.partition(".")[0] in _OURS
+  frame, line = steps[-1]
+  source = linecache.getline(frame.f_code.co_filename, line)
+  return _is_ours(frame.f_globals.get("__package__")) and source.split()[:1] == ["raise"]
+
+
+def _is_ours(module: str | None) -> bool:
+  return (module or "").partition(".")[0] in ("sao_jax", "experiments")

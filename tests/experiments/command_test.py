@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from absl import app
@@ -18,11 +19,18 @@ from sao_jax.sharding import parse_mesh
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def line_of(source: str, module: str = "sao_jax.room") -> str | None:
-  """What is told of the exception that `source` raises in a module of that name."""
-  with pytest.raises(BaseException) as caught:
-    exec(compile(source, "source.py", "exec"), {"__name__": module})
-  return command.one_line(caught.value)
+@pytest.fixture
+def line_of(tmp_path: pathlib.Path) -> Callable[..., str | None]:
+  """What is told of the exception that a source raises in a module of a package."""
+
+  def line_of(source: str, package: str | None = "sao_jax.room") -> str | None:
+    path = tmp_path / f"module{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(source, encoding="utf-8")
+    with pytest.raises(BaseException) as caught:
+      exec(compile(source, str(path), "exec"), {"__name__": "__main__", "__package__": package})
+    return command.one_line(caught.value)
+
+  return line_of
 
 
 @pytest.mark.parametrize(
@@ -31,12 +39,14 @@ def line_of(source: str, module: str = "sao_jax.room") -> str | None:
     ("raise ValueError('seq must be >= 2; received 1.')", "seq must be >= 2; received 1."),
     ("def f(x):\n  raise TypeError(\n    f'no {x}'\n  )\nf(1)", "no 1"),
     ("try:\n  int('x')\nexcept ValueError as e:\n  raise ImportError('install it') from e", "install it"),
-    ("open('/nowhere/file')", "[Errno 2] No such file or directory: '/nowhere/file'"),
+    ("raise OSError('the disk is full')", "the disk is full"),
+    ("open('/nowhere/file')", "cannot read or write '/nowhere/file': No such file or directory"),
+    ("import os\nos.rename('/no', '/where')", "cannot read or write '/no' -> '/where': No such file or directory"),
   ],
 )
-def test_answers_are_told_in_a_line(source: str, line: str) -> None:
+def test_answers_are_told_in_a_line(line_of: Callable[..., str | None], source: str, line: str) -> None:
   assert line_of(source) == line
-  assert line_of(source, "experiments.train") == line
+  assert line_of(source, "experiments") == line
 
 
 @pytest.mark.parametrize(
@@ -44,6 +54,9 @@ def test_answers_are_told_in_a_line(source: str, line: str) -> None:
   [
     "int('x')",
     "len(3)",
+    "a, b = (1,)",
+    "def f(x): pass\nf()",
+    "import json\njson.loads('{')",
     "import nothing_there",
     "raise KeyError('x')",
     "raise RuntimeError('x')",
@@ -51,12 +64,14 @@ def test_answers_are_told_in_a_line(source: str, line: str) -> None:
     "1/0",
   ],
 )
-def test_bugs_keep_their_tracebacks(source: str) -> None:
+def test_bugs_keep_their_tracebacks(line_of: Callable[..., str | None], source: str) -> None:
   assert line_of(source) is None
 
 
-def test_what_others_raise_keeps_its_traceback() -> None:
-  assert line_of("raise ValueError('x')", "somewhere.experiments") is None
+@pytest.mark.parametrize("package", ["somewhere.experiments", "experiments_of_others", "", None])
+def test_what_others_raise_keeps_its_traceback(line_of: Callable[..., str | None], package: str | None) -> None:
+  assert line_of("raise ValueError('x')", package) is None
+  assert command.one_line(ValueError("never raised")) is None
 
 
 def test_own_exceptions_are_told(tmp_path: pathlib.Path) -> None:
@@ -72,7 +87,10 @@ def test_own_exceptions_are_told(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
   ("arguments", "line"),
-  [(["--workdir=nowhere"], "'nowhere/metrics.jsonl'"), (["more"], "plots: unexpected arguments: more")],
+  [
+    (["--workdir=nowhere"], "plots: cannot read or write 'nowhere/metrics.jsonl': No such file or directory"),
+    (["more"], "plots: unexpected arguments: more"),
+  ],
 )
 def test_a_command_ends_with_the_line(arguments: list[str], line: str, tmp_path: pathlib.Path) -> None:
   done = subprocess.run(
