@@ -120,9 +120,9 @@ def masked_token_logprobs(
   if chosen.shape != ids.shape or not ids.ndim:
     raise ValueError(f"mask must have tokens' shape, at least one axis; received {chosen.shape}, tokens {ids.shape}.")
   rows, columns = math.prod(ids.shape[:-1]), ids.shape[-1]
-  width = _masked_width(rows, columns, chunk_size)
+  settings = _Settings(float(temperature), _masked_width(rows, columns, chunk_size), tuple(axis_names))
   arguments = (h.reshape(rows, columns, h.shape[-1]), ids.reshape(rows, columns), chosen.reshape(rows, columns), w)
-  logp, entropy = _masked(float(temperature), width, tuple(axis_names), *arguments)
+  logp, entropy = _masked(settings, *arguments)
   return logp.reshape(ids.shape), entropy.reshape(ids.shape)
 
 
@@ -289,75 +289,80 @@ def _used_chunks(mask: jax.Array, width: int, axis_names: tuple[str, ...]) -> ja
   return lax.pmax(used, axis_names) if axis_names else used
 
 
+class _Settings(NamedTuple):
+  """What `_masked` is traced for: its one static argument."""
+
+  temperature: float
+  width: int
+  """Tokens that a chunk takes of each row."""
+  axis_names: tuple[str, ...]
+
+
 class _Order(NamedTuple):
-  """Which tokens of `[R, T]` the chunks take: those of the mask first, in their order."""
+  """Which tokens of `[R, T]` each of n chunks takes: those of the mask first, in their order."""
 
   column: jax.Array
-  """`[R, n * width]`: the token at each place; columns past T repeat the last."""
+  """`[R, n, width]`: the token at each place; places past T repeat the last."""
   valid: jax.Array
-  """`[R, n * width]` bool: a masked token stands there."""
+  """`[R, n, width]` bool: a masked token stands there."""
   place: jax.Array
-  """`[R, T]`: where each masked token stands."""
+  """`[R, T]`: where each masked token stands among all n * width."""
   used: jax.Array
   """Chunks that hold anything."""
 
 
-def _order(mask: jax.Array, width: int, axis_names: tuple[str, ...]) -> _Order:
-  columns = mask.shape[1]
-  padding = -columns % width
-  first = jnp.argsort(~mask, axis=-1, stable=True)
+def _order(mask: jax.Array, settings: _Settings) -> _Order:
+  rows, columns = mask.shape
+  padding = -columns % settings.width
+  first = jnp.pad(jnp.argsort(~mask, axis=-1, stable=True), ((0, 0), (0, padding)), mode="edge")
+  valid = jnp.arange(columns + padding) < jnp.sum(mask, axis=-1, keepdims=True)
   return _Order(
-    column=jnp.pad(first, ((0, 0), (0, padding)), mode="edge"),
-    valid=jnp.arange(columns + padding) < jnp.sum(mask, axis=-1, keepdims=True),
+    column=first.reshape(rows, -1, settings.width),
+    valid=valid.reshape(rows, -1, settings.width),
     place=jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0),
-    used=_used_chunks(mask, width, axis_names),
+    used=_used_chunks(mask, settings.width, settings.axis_names),
   )
 
 
-def _take(x: jax.Array, order: _Order, i: jax.Array, width: int) -> jax.Array:
+def _chunk_of(x: jax.Array, i: jax.Array) -> jax.Array:
+  """`[R, width, ...]` of `[R, n, width, ...]`."""
+  return lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
+
+
+def _with_chunk(x: jax.Array, i: jax.Array, chunk: jax.Array) -> jax.Array:
+  """`x` with `chunk` as its chunk i."""
+  return lax.dynamic_update_index_in_dim(x, chunk, i, axis=1)
+
+
+def _take(x: jax.Array, order: _Order, i: jax.Array) -> jax.Array:
   """`[R, width, ...]`: chunk i of `[R, T, ...]`, zeros where nothing masked stands."""
-  column, valid = (lax.dynamic_slice_in_dim(a, i * width, width, axis=1) for a in (order.column, order.valid))
+  column, valid = _chunk_of(order.column, i), _chunk_of(order.valid, i)
   extra = (1,) * (x.ndim - 2)
   taken = jnp.take_along_axis(x, column.reshape(*column.shape, *extra), axis=1)
   return jnp.where(valid.reshape(*valid.shape, *extra), taken, jnp.zeros((), x.dtype))
 
 
 def _put_back(x: jax.Array, order: _Order, mask: jax.Array) -> jax.Array:
-  """`[R, T, ...]` from `[R, n * width, ...]`, zeros off the mask."""
-  extra = (1,) * (x.ndim - 2)
+  """`[R, T, ...]` from `[R, n, width, ...]`, zeros off the mask."""
+  extra = (1,) * (x.ndim - 3)
+  x = x.reshape(x.shape[0], -1, *x.shape[3:])
   placed = jnp.take_along_axis(x, order.place.reshape(*mask.shape, *extra), axis=1)
   return jnp.where(mask.reshape(*mask.shape, *extra), placed, jnp.zeros((), x.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _masked(
-  temperature: float,
-  width: int,
-  axis_names: tuple[str, ...],
-  h: jax.Array,
-  ids: jax.Array,
-  mask: jax.Array,
-  w: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-  return _masked_forward(temperature, width, axis_names, h, ids, mask, w)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _masked(settings: _Settings, h: jax.Array, ids: jax.Array, mask: jax.Array, w: jax.Array) -> _Pair:
+  return _masked_forward(settings, h, ids, mask, w)[0]
 
 
 def _masked_forward(
-  temperature: float,
-  width: int,
-  axis_names: tuple[str, ...],
-  h: jax.Array,
-  ids: jax.Array,
-  mask: jax.Array,
-  w: jax.Array,
+  settings: _Settings, h: jax.Array, ids: jax.Array, mask: jax.Array, w: jax.Array
 ) -> tuple[_Pair, tuple[Any, ...]]:
-  order = _order(mask, width, axis_names)
+  order = _order(mask, settings)
 
   def chunk(i: jax.Array, written: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    results = _forward_chunk(_take(h, order, i, width), _take(ids, order, i, width), w, temperature)
-    return tuple(
-      lax.dynamic_update_slice_in_dim(a, x, i * width, axis=1) for a, x in zip(written, results, strict=True)
-    )
+    results = _forward_chunk(_take(h, order, i), _take(ids, order, i), w, settings.temperature)
+    return tuple(_with_chunk(a, i, x) for a, x in zip(written, results, strict=True))
 
   empty = jnp.zeros(order.column.shape, jnp.float32)
   logp, entropy, logsumexp = lax.fori_loop(0, order.used, chunk, (empty, empty, empty))
@@ -366,18 +371,15 @@ def _masked_forward(
 
 
 def _masked_backward(
-  temperature: float, width: int, _: tuple[str, ...], residuals: tuple[Any, ...], cotangents: _Pair
+  settings: _Settings, residuals: tuple[Any, ...], cotangents: _Pair
 ) -> tuple[jax.Array, None, None, jax.Array]:
   h, ids, mask, w, order, logsumexp, entropy = residuals
 
   def chunk(i: jax.Array, sums: _Pair) -> _Pair:
     h_bars, w_bar = sums
-    seen = (lax.dynamic_slice_in_dim(a, i * width, width, axis=1) for a in (logsumexp, entropy))
-    bars = (_take(x, order, i, width) for x in cotangents)
-    h_bar, w_share = _backward_chunk(
-      _take(h, order, i, width), _take(ids, order, i, width), w, temperature, *seen, *bars
-    )
-    return lax.dynamic_update_slice_in_dim(h_bars, h_bar, i * width, axis=1), w_bar + w_share
+    seen, bars = (_chunk_of(x, i) for x in (logsumexp, entropy)), (_take(x, order, i) for x in cotangents)
+    h_bar, w_share = _backward_chunk(_take(h, order, i), _take(ids, order, i), w, settings.temperature, *seen, *bars)
+    return _with_chunk(h_bars, i, h_bar), w_bar + w_share
 
   empty = jnp.zeros((*order.column.shape, h.shape[-1]), h.dtype)
   h_bars, w_bar = lax.fori_loop(0, order.used, chunk, (empty, jnp.zeros(w.shape, jnp.float32)))
