@@ -7,7 +7,6 @@ JSON can hold.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -28,12 +27,12 @@ class Baselines(Protocol):
     """`[N]` float32; remembers the rewards for later calls."""
     ...
 
-  def state(self) -> dict[str, Any]:
-    """What is remembered, in types that JSON can hold."""
+  def state(self) -> dict[Any, Any]:
+    """What is remembered, in types that JSON can hold. Cheap for many prompts: it is taken before every step."""
     ...
 
-  def restore(self, state: dict[str, Any]) -> None:
-    """Takes back what `state` gave."""
+  def restore(self, state: dict[Any, Any]) -> None:
+    """Takes back what `state` gave, or what has become of it in JSON."""
     ...
 
 
@@ -55,10 +54,10 @@ def make_baselines(config: LearnerConfig) -> Baselines | None:
 class _Memoryless:
   """What baselines of one batch share: nothing to remember."""
 
-  def state(self) -> dict[str, Any]:
+  def state(self) -> dict[Any, Any]:
     return {}
 
-  def restore(self, state: dict[str, Any]) -> None:
+  def restore(self, state: dict[Any, Any]) -> None:
     if state:
       raise ValueError(f"{type(self).__name__} remembers nothing; received a state with {sorted(state)}.")
 
@@ -99,23 +98,23 @@ class RunningMeans:
   def __init__(self, *, window: int, per_prompt: bool) -> None:
     self._window = window
     self._per_prompt = per_prompt
-    self._memory: dict[int, collections.deque[float]] = {}
+    self._memory: dict[int, tuple[float, ...]] = {}
 
   def advantages(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
     out = np.zeros(len(trajectories), np.float32)
     for i, reward in enumerate(_rewards(trajectories)):
-      key = trajectories[i].task_index if self._per_prompt else 0
-      remembered = self._memory.setdefault(key, collections.deque(maxlen=self._window))
+      key = int(trajectories[i].task_index) if self._per_prompt else 0  # NumPy's ints are no keys in JSON
+      remembered = self._memory.get(key, ())
       if remembered:
         out[i] = reward - sum(remembered) / len(remembered)
-      remembered.append(float(reward))
+      self._memory[key] = (*remembered, float(reward))[-self._window :]
     return out
 
-  def state(self) -> dict[str, Any]:
-    return {str(key): list(rewards) for key, rewards in self._memory.items()}
+  def state(self) -> dict[Any, Any]:
+    return dict(self._memory)
 
-  def restore(self, state: dict[str, Any]) -> None:
-    self._memory = {int(k): collections.deque(map(float, v), maxlen=self._window) for k, v in state.items()}
+  def restore(self, state: dict[Any, Any]) -> None:
+    self._memory = {int(k): tuple(map(float, v))[-self._window :] for k, v in state.items()}
 
 
 class SpoTracker:
@@ -144,16 +143,17 @@ class SpoTracker:
     weight = 1.0 / (1.0 - self.RHO)
     raw = np.zeros(len(trajectories), np.float32)
     for i, reward in enumerate(rewards):
-      a, b = self._memory.get(trajectories[i].task_index, (weight * start, weight * (1.0 - start)))
+      task = int(trajectories[i].task_index)
+      a, b = self._memory.get(task, (weight * start, weight * (1.0 - start)))
       raw[i] = reward - a / (a + b)
-      self._memory[trajectories[i].task_index] = (self.RHO * a + float(reward), self.RHO * b + 1.0 - float(reward))
+      self._memory[task] = (self.RHO * a + float(reward), self.RHO * b + 1.0 - float(reward))
     spread = raw.std()
     return (raw - raw.mean()) / spread if spread > 0 else np.zeros_like(raw)
 
-  def state(self) -> dict[str, Any]:
-    return {str(key): list(pair) for key, pair in self._memory.items()}
+  def state(self) -> dict[Any, Any]:
+    return dict(self._memory)
 
-  def restore(self, state: dict[str, Any]) -> None:
+  def restore(self, state: dict[Any, Any]) -> None:
     self._memory = {int(key): (float(a), float(b)) for key, (a, b) in state.items()}
 
 

@@ -63,7 +63,7 @@ def test_spo_tracks_each_prompt_and_normalises_the_batch():
   adv = tracker.advantages(made([1, 0, 1, 0]))
   np.testing.assert_allclose(adv, [1, -1, 1, -1], atol=1e-6)
   # v of prompt 0: 8 rewards' worth of 0.5, decayed by 0.875, and one success.
-  assert tracker.state()["0"] == [0.875 * 4 + 1.0, 0.875 * 4]
+  assert tracker.state()[0] == (0.875 * 4 + 1.0, 0.875 * 4)
   np.testing.assert_array_equal(make("spo").advantages(made([1, 1])), [0, 0])
   with pytest.raises(ValueError, match=r"SPO needs rewards in \[0, 1\]; received values from -1.0 to 2.0"):
     tracker.advantages(made([-1, 2]))
@@ -78,8 +78,9 @@ def test_a_restored_baseline_goes_on_as_if_nothing_had_happened(name):
   first = make(name)
   for batch in batches[:2]:
     first.advantages(batch)
-  second = make(name)
-  second.restore(json.loads(json.dumps(first.state())))
+  second, state = make(name), first.state()
+  first.advantages(batches[2])  # which `state` does not see
+  second.restore(json.loads(json.dumps(state)))
   for batch, adv in zip(batches[2:], expected[2:], strict=True):
     result = second.advantages(batch)
     assert result.dtype == np.float32
