@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import functools
+import logging
 import pathlib
 import queue
 import shutil
@@ -29,6 +30,8 @@ from sao_jax.rollout.workers import Task, Workers
 from sao_jax.types import Ended, EnvironmentFactory, Params, Tokenizer, Trajectory
 
 _T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _CLOSE_S = 10.0
@@ -147,12 +150,24 @@ class RemoteEngine:
     }
 
   def close(self) -> None:
-    """Closes connections and environments, and removes the weights that were written."""
-    self._loop.call(self._client.close())
-    self._loop.close()
-    for holder in self._idle:
-      holder.close()
+    """Closes environments and connections, and removes the weights that were written.
+
+    What does not end within some seconds is left behind, and told in the log.
+    """
+    closing = [Task(holder.close, lambda _: None) for holder in self._idle]
     self._idle.clear()
+    for task in closing:
+      self._workers.submit(task)
+    deadline = time.monotonic() + _CLOSE_S
+    while (left := sum(task.finished_at is None for task in closing)) and time.monotonic() < deadline:
+      time.sleep(_POLL_S)
+    if left:
+      _log.error("%d of the environments did not close within %s s: left behind, with their threads.", left, _CLOSE_S)
+    try:
+      self._loop.call(self._client.close(), timeout=_CLOSE_S)
+    except TimeoutError:
+      _log.error("Connections to %s did not close within %s s: left behind.", self._remote.url, _CLOSE_S)
+    self._loop.close()
     self._workers.close()
     for folder in self._folders:
       shutil.rmtree(folder, ignore_errors=True)
@@ -380,14 +395,24 @@ class _LoopThread:
 
     self._loop.call_soon_threadsafe(begin)
 
-  def call(self, coroutine: Coroutine[Any, Any, _T], *, stop: threading.Event | None = None) -> _T | None:
-    """Waits for the result of a coroutine; None if `stop` was set first."""
+  def call(
+    self, coroutine: Coroutine[Any, Any, _T], *, stop: threading.Event | None = None, timeout: float | None = None
+  ) -> _T | None:
+    """Waits for the result of a coroutine; None if `stop` was set first.
+
+    Raises:
+      TimeoutError: there was none `timeout` seconds later; the coroutine is cancelled.
+    """
     future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
     while stop is not None and not future.done():
       if stop.wait(_POLL_S):
         future.cancel()
         return None
-    return future.result()
+    try:
+      return future.result(timeout)
+    except TimeoutError:
+      future.cancel()
+      raise
 
   def cancel_all(self) -> None:
     """Ends all episodes."""

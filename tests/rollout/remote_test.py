@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import http.server
 import itertools
 import json
 import logging
+import re
 import socket
 import threading
 import time
+from urllib.parse import urlsplit
 
 import jax
 import numpy as np
@@ -26,6 +29,7 @@ from sao_jax.rollout import (
   WeightStore,
   server_client,
 )
+from sao_jax.rollout import remote as remote_module
 from sao_jax.rollout.completions import Completions
 from sao_jax.rollout.remote import RemoteEngine
 from sao_jax.rollout.remote_config import RemoteConfig
@@ -179,14 +183,11 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path):
   save = lambda params, folder: models.save_hf(folder, model, params)  # noqa: E731
   save(versions[0], tmp_path / "checkpoint")
   (tmp_path / "weights").mkdir()
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
   arguments = [
-    f"--checkpoint={tmp_path / 'checkpoint'}", f"--port={port}", f"--stop_ids={STOP}", "--num_slots=4",
+    f"--checkpoint={tmp_path / 'checkpoint'}", f"--stop_ids={STOP}", "--num_slots=4",
     "--max_len=64", "--chunk_steps=2", f"--weights_root={tmp_path / 'weights'}",
   ]  # fmt: skip
-  server = Process(*arguments, log=tmp_path / "log")
+  server = Process(*arguments, "--port=0", log=tmp_path / "log")
   done = []
   try:
     with remote(
@@ -205,7 +206,7 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path):
       server.kill()
       killed.set()
       until(lambda: engine.counters["failed_attempts"] >= 3)
-      server = Process(*arguments, log=tmp_path / "log")
+      server = Process(*arguments, f"--port={urlsplit(server.url).port}", log=tmp_path / "log")
       done += episodes
       assert engine.counters["failed_episodes"] == 0
   finally:
@@ -474,12 +475,12 @@ def test_the_same_weights_under_a_new_version(url, root):
 
 
 def test_nobody_there(root):
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
-  message = rf"http://127\.0\.0\.1:{port} failed RemoteConfig\.max_attempts = 3 times"
-  with remote(f"http://127.0.0.1:{port}", root, attempts=3) as engine, pytest.raises(ServerError, match=message):
-    list(engine.generate(fixed, requests(3)))
+  with socket.socket() as silent:
+    silent.bind(("127.0.0.1", 0))  # and does not listen: connections are refused, and nobody else can have the port
+    url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    message = rf"{re.escape(url)} failed RemoteConfig\.max_attempts = 3 times"
+    with remote(url, root, attempts=3) as engine, pytest.raises(ServerError, match=message):
+      list(engine.generate(fixed, requests(3)))
 
 
 def test_what_will_not_pass_ends_at_once_or_fails_its_episode(root, caplog):
@@ -673,6 +674,35 @@ def test_environments_whose_close_hangs_keep_nobody(url, root):
     assert engine.counters["failed_by_kind"] == {"step_error": 5}
     release.set()
   assert len(done) == 10 and time.monotonic() - began < LONG_S
+
+
+@pytest.mark.parametrize("what", ["1 of the environments", "Connections to http"])
+def test_what_does_not_close_is_left_behind_and_told_of(url, root, what, monkeypatch, caplog):
+  release = threading.Event()
+
+  class Env(Echo):
+    def close(self):
+      super().close()
+      if "environments" in what:
+        release.wait(500)
+
+  really_close = server_client.ServerClient.close
+
+  async def close(client):
+    await really_close(client)
+    if "Connections" in what:
+      await asyncio.sleep(500)
+
+  monkeypatch.setattr(remote_module, "_CLOSE_S", 0.5)
+  monkeypatch.setattr(server_client.ServerClient, "close", close)
+  with remote(url, root, make_env=lambda: Env(1), num_slots=1) as engine:
+    list(engine.generate(fixed, requests(2)))
+    began = time.monotonic()
+  assert time.monotonic() - began < LONG_S
+  told = [x.getMessage() for x in caplog.records if x.name == remote_module.__name__]
+  assert len(told) == 1 and told[0].startswith(what)
+  assert not list(root.iterdir())
+  release.set()
 
 
 def test_early_close_and_one_call_at_a_time(url, root):
