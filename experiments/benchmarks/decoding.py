@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -42,6 +44,11 @@ def flops_per_token(config: ModelConfig, length: float) -> float:
   return 2.0 * dense + 4.0 * config.num_layers * heads * length
 
 
+def quiet_import() -> contextlib.AbstractContextManager[object]:
+  """Around an import of Tunix: what it warns of concerns nobody here, and would be an error in a test."""
+  return warnings.catch_warnings(action="ignore")
+
+
 def tunix_model() -> Any:
   """`MODEL` as Tunix's Qwen3, with random weights.
 
@@ -50,7 +57,7 @@ def tunix_model() -> Any:
   """
   from flax import nnx
 
-  with needed("bench"):
+  with needed("bench"), quiet_import():
     from tunix.models.qwen3 import model as tunix_qwen3
 
   config = tunix_qwen3.ModelConfig(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -32,6 +34,28 @@ def test_sampler(small_model):
   }
   assert result["tokens_per_s"] > 0 and 0 < result["share_of_limit"] < 1
   assert result["share_of_bare_step"] > 0 and result["share_of_bare_matmuls"] > 0
+
+
+def test_what_tunix_warns_of_when_it_is_imported_is_no_error(tmp_path, monkeypatch):
+  """Here, where warnings are errors; those of everything else stay so."""
+  folder = tmp_path / "tunix" / "models" / "qwen3"
+  folder.mkdir(parents=True)
+  for package in (folder, folder.parent, folder.parent.parent):
+    (package / "__init__.py").touch()
+  classes = "ModelConfig = dict\nclass Qwen3:\n  def __init__(self, config, rngs):\n    self.config = config\n"
+  warns = "import warnings\nwarnings.warn('old', DeprecationWarning)\n"
+  (folder / "model.py").write_text(warns + classes, encoding="utf-8")
+  monkeypatch.syspath_prepend(tmp_path)
+  names = ["tunix", "tunix.models", "tunix.models.qwen3", "tunix.models.qwen3.model"]
+  for name in names:
+    monkeypatch.delitem(sys.modules, name, raising=False)
+  try:
+    assert decoding.tunix_model().config["vocab_size"] == decoding.MODEL.vocab_size
+  finally:
+    for name in names:
+      sys.modules.pop(name, None)
+  with pytest.raises(DeprecationWarning):
+    warnings.warn("ours", DeprecationWarning, stacklevel=1)
 
 
 def test_engine(small_model):
