@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from experiments import aot, command
 from experiments.presets.model_configs import MODELS
-from sao_jax.axes import AXES, axes_in_use
+from sao_jax.axes import AXES, ROWS, axes_in_use
 from sao_jax.learner import LearnerConfig
 from sao_jax.learner.partition import parameter_counts
 from sao_jax.models import ModelConfig
@@ -60,9 +60,9 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f"--programs must name some of {', '.join(PROGRAMS)}; received {', '.join(sorted(unknown))}.")
   mesh = build_mesh(parse_mesh(_MESH.value), _TOPOLOGY.value)
   model = build_model()
-  ways = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
-  rows = _ROWS.value or ways
+  rows = _ROWS.value or math.prod(mesh.shape[axis] for axis in ROWS)
   load = aot.Workload(rows=rows, seq=_SEQ.value, slots=_SLOTS.value or rows)
+  check_splits(load, mesh)
   learner = LearnerConfig(
     eps_low=0.3, eps_high=5.0, frozen_critic=tuple(_FROZEN.value), row_length=load.seq, rows_per_microbatch=rows,
     logprob_chunk_size=_CHUNK.value,
@@ -76,6 +76,15 @@ def main(argv: Sequence[str]) -> None:
   compiled = {name: program for name, program in programs.items() if program is not None}
   if compiled.keys() == set(PROGRAMS):
     report_run(state, compiled)
+
+
+def check_splits(load: aot.Workload, mesh: Mesh) -> None:
+  """Refuses sizes that the mesh cannot split, before anything is compiled: that takes minutes."""
+  for name, axes in (("rows", ROWS), ("slots", ROWS), ("seq", ("context",))):
+    ways, size = math.prod(mesh.shape[axis] for axis in axes), getattr(load, name)
+    if size % ways:
+      split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape[axis] > 1)
+      raise ValueError(f"--{name} must be a multiple of {ways}, since {split} splits it; received {size}.")
 
 
 def build_mesh(config: MeshConfig, topology: str | None) -> Mesh:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from experiments import aot, hlo
+from experiments import aot, compile_report, hlo
 from experiments.presets.model_configs import MODELS
+from sao_jax.axes import AXES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HLO = """HloModule jit_step, is_scheduled=true
@@ -64,6 +67,21 @@ def test_models_have_their_published_sizes(name, billions, active):
   experts = aot.expert_size(params)
   share = model.num_experts_per_tok / model.num_experts if model.num_experts else 0.0
   assert (aot.total_size(params) - experts * (1 - share)) / 1e9 == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "message"),
+  [
+    ((4, 64, 8), None),
+    ((6, 64, 8), r"--rows must be a multiple of 4, since fsdp=2 x expert=2 splits it; received 6"),
+    ((4, 64, 2), r"--slots must be a multiple of 4"),
+    ((4, 66, 8), r"--seq must be a multiple of 4, since context=4 splits it; received 66"),
+  ],
+)
+def test_sizes_that_the_mesh_cannot_split_are_refused_before_compiling(sizes, message):
+  mesh = jax.sharding.AbstractMesh((1, 2, 3, 2, 4), AXES)
+  with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+    compile_report.check_splits(aot.Workload(*sizes), mesh)
 
 
 @pytest.mark.timeout(600)

@@ -67,17 +67,18 @@ def parse_mesh(text: str) -> MeshConfig:
   >>> parse_mesh("fsdp=8,tensor=-1").axes()
   {'data': 1, 'fsdp': 8, 'tensor': -1, 'expert': 1, 'context': 1}
   """
-  sizes = {"data": 1}
+  sizes: dict[str, int] = {}
   for part in filter(None, text.split(",")):
     name, _, size = part.partition("=")
     name = name.strip()
-    if name not in AXES:
-      raise ValueError(f"a mesh is written axis=size,... with axes {', '.join(AXES)}; received {part!r} in {text!r}.")
+    if name not in AXES or name in sizes:
+      allowed = f"axis=size,... with each of the axes {', '.join(AXES)} once at most"
+      raise ValueError(f"a mesh is written {allowed}; received {part!r} in {text!r}.")
     try:
       sizes[name] = int(size)
     except ValueError as error:
       raise ValueError(f"the size of mesh axis {name!r} must be an int; received {size!r} in {text!r}.") from error
-  return MeshConfig(**sizes)
+  return MeshConfig(**{"data": 1, **sizes})
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -39,6 +39,8 @@ def test_parse_mesh():
     parse_mesh("fsdp=8,model=2")
   with pytest.raises(ValueError, match="'two'"):
     parse_mesh("fsdp=two")
+  with pytest.raises(ValueError, match="once at most; received ' fsdp=4'"):
+    parse_mesh("fsdp=2, fsdp=4")
 
 
 def test_mesh_names_its_axis_types():
