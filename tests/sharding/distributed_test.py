@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 
 import numpy as np
 import pytest
@@ -37,14 +36,11 @@ def test_senseless_values_are_refused(name, value):
 
 @pytest.mark.timeout(600)
 def test_two_processes_do_what_one_does(tmp_path):
-  with socket.socket() as probe:
-    probe.bind(("localhost", 0))
-    address = f"localhost:{probe.getsockname()[1]}"
-  launch = {"SAO_COORDINATOR": address, "SAO_NUM_PROCESSES": "2", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
   program, one, two = "tests.sharding.distributed_program", str(tmp_path / "one.npz"), str(tmp_path / "two.npz")
-  pair = [processes.start(program, two, devices=4, **launch, SAO_PROCESS_ID=str(i)) for i in range(2)]
-  single = processes.start(program, one, devices=8)
-  reports = [processes.finish(process, 570) for process in (*pair, single)]
+  with processes.launches() as launches:
+    pair = [processes.start(program, two, devices=4, **launch) for launch in launches]
+    single = processes.start(program, one, devices=8)
+    reports = [processes.finish(process, 570) for process in (*pair, single)]
   assert [report["processes"] for report in reports] == [2, 2, 1]
   assert [report["devices"] for report in reports] == [8, 8, 8]
   assert [report["rows"] for report in reports] == [[0, 4], [4, 8], [0, 8]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pathlib
-import socket
 from typing import Any
 
 import pytest
@@ -38,10 +37,6 @@ def assert_close(got: list[dict[str, Any]], want: list[dict[str, Any]], toleranc
 def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   """Folders of all runs: one device; 8 devices, the last step on another mesh; two processes of 4 devices each."""
   root = tmp_path_factory.mktemp("runs")
-  with socket.socket() as probe:
-    probe.bind(("localhost", 0))
-    address = f"localhost:{probe.getsockname()[1]}"
-  launch = {"SAO_COORDINATOR": address, "SAO_NUM_PROCESSES": "2", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
   folder = str(root)
   one = processes.start(PROGRAM, folder, "one:data=1:sync:3", devices=1)
   eight = processes.start(
@@ -50,8 +45,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   )  # fmt: skip
   reports = [processes.finish(process, LIMIT) for process in (one, eight)]
   runs = (f"two:{MESH}:sync:2", f"two_async:{MESH}:async:2")
-  pair = [processes.start(PROGRAM, folder, *runs, devices=4, **launch, SAO_PROCESS_ID=str(i)) for i in (0, 1)]
-  reports += [processes.finish(process, LIMIT) for process in pair]
+  with processes.launches() as launches:
+    pair = [processes.start(PROGRAM, folder, *runs, devices=4, **launch) for launch in launches]
+    reports += [processes.finish(process, LIMIT) for process in pair]
   assert [report["devices"] for report in reports] == [1, 8, 8, 8]
   assert [report["processes"] for report in reports] == [1, 1, 2, 2]
   assert reports[2]["summaries"] == reports[3]["summaries"]

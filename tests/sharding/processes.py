@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from tests.child_environment import fast_compile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[list[dict[str, str]]]:
+  """The environments of two processes that find each other.
+
+  The coordinator's port is held meanwhile, or another program might be given it first: JAX's server shares a port.
+  """
+  with socket.socket() as held:
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("localhost", 0))
+    both = {
+      "SAO_COORDINATOR": f"localhost:{held.getsockname()[1]}", "SAO_NUM_PROCESSES": "2",
+      "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }  # fmt: skip
+    yield [{**both, "SAO_PROCESS_ID": str(i)} for i in range(2)]
 
 
 def start(module: str, *args: str, devices: int, **environment: str) -> subprocess.Popen[str]:
