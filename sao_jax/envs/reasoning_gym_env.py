@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from sao_jax.envs._evaluated_answers import may_be_scored, read_literals
@@ -12,6 +13,9 @@ from sao_jax.envs.text_game import Reply, Template, TextGame
 
 _MAX_ANSWER_CHARS = 20_000
 """A longer answer scores 0, unless the package's own is as long: some scorers take seconds for texts without end."""
+
+_COIN_FLIP_TOLERANCE = 1e-4
+"""Up to here the package takes a probability for right."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,18 @@ class ReasoningGym(TextGame):
     if task == "game_of_life_halting":  # the package compares whether the texts are empty: every answer would be right
       return float(answer.strip().lower() == str(self.gold_answer).lower())
     score: float = self._dataset.score_answer(answer, self._entry)
+    if task == "coin_flip" and score:  # the package divides the digits that agree by the shorter number: "0" is right
+      score *= _coin_flip_share(answer, str(self.gold_answer))
     return score
+
+
+def _coin_flip_share(answer: str, gold: str) -> float:
+  """What the package's score of a probability is to be multiplied by: the shorter number's part of the longer one."""
+  given, right = (float(Fraction(text.replace(",", ""))) for text in (answer, gold))
+  if abs(given - right) <= _COIN_FLIP_TOLERANCE:
+    return 1.0
+  sizes = sorted(len(f"{x:.10g}") for x in (given, right))
+  return sizes[0] / sizes[1]
 
 
 def check_task(name: str) -> None:

@@ -159,10 +159,10 @@ def _checked(
 ) -> Generated:
   """Refuses what a trajectory could not be built from, or what was not sampled as asked."""
   if finish not in ("stop", "length", "abort"):
-    raise BadResponseError(f"finish reason must be stop, length or abort; received {finish!r}.")
+    raise BadResponseError(f"finish reason must be stop, length or abort; received {finish!r:.80}.")
   outside = [i for i in tokens if type(i) is not int or not 0 <= i < sampling.vocab_size]
   if outside:
-    raise BadResponseError(f"token ids must be in [0, {sampling.vocab_size}); received {outside[:5]}.")
+    raise BadResponseError(f"token ids must be in [0, {sampling.vocab_size}); received {outside[:5]!r:.200}.")
   if logp is None:
     raise BadResponseError(f"the answer has {len(tokens)} tokens and no log-probs.")
   if len(logp) != len(tokens):
@@ -170,7 +170,7 @@ def _checked(
   # Compared before they become float32, which overflows to -inf.
   wrong = [x for x in logp if type(x) not in (int, float) or not -3e38 < x <= 0.0]
   if wrong:
-    raise BadResponseError(f"log-probs must be finite and <= 0; received {wrong[:5]}.")
+    raise BadResponseError(f"log-probs must be finite and <= 0; received {wrong[:5]!r:.200}.")
   if len(tokens) > max_tokens or (not tokens and finish != "abort"):
     raise BadResponseError(f"the answer must have 1 to {max_tokens} tokens; received {len(tokens)} ({finish}).")
   early = [i for i in tokens[:-1] if i in sampling.stop_ids]

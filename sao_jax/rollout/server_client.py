@@ -85,9 +85,9 @@ class ServerClient:
         done = self._protocol.read(answer, prompt, max_tokens=max_tokens, sampling=self._sampling)
         written = done.label or await self._label_of(done, label, self._pauses - pauses)
         if written not in self._versions:
-          raise _TryAgainError(f"the answer comes from weights {written!r}, which this run has not published.")
+          raise _TryAgainError(f"the answer comes from weights {written!r:.80}, which this run has not published.")
         if written != label and self._pauses == pauses:
-          raise _TryAgainError(f"the answer comes from weights {written!r}; the server was given {label!r}.")
+          raise _TryAgainError(f"the answer comes from weights {written!r:.80}; the server was given {label!r}.")
         if not done.tokens.size and self._pauses == pauses:
           raise _TryAgainError("the server aborted the request.")
         self._failing = False
@@ -155,7 +155,7 @@ class ServerClient:
         _log.info("%s: %s", self._url, error)  # the next attempt will meet it again, and is counted
         return
       if found != label:
-        _log.warning("%s has weights %r; it is given %s again", self._url, found, directory)
+        _log.warning("%s has weights %.80r; it is given %s again", self._url, found, directory)
         await self._update(directory, label)
 
   async def _wait(self, attempt: int, failure: _TryAgainError) -> None:

@@ -82,6 +82,21 @@ def test_a_scorer_that_says_yes_to_every_text_is_not_asked() -> None:
       assert env.step(f"<answer>{answer}</answer><|end|>").reward == reward, (right, answer)
 
 
+def test_the_first_digits_of_a_probability_are_not_the_whole() -> None:
+  env = ReasoningGym(ReasoningGymConfig(task="coin_flip"))
+  seen = set()
+  for index in range(12):
+    env.reset(index)
+    right = str(env.gold_answer)
+    if len(right) > 5:
+      seen.add(right)
+      for answer, least, most in ((right, 1.0, 1.0), ("0", 0.0, 0.2), (right[:3], 0.0, 0.6)):
+        env.reset(index)
+        step = env.step(f"<answer>{answer}</answer><|end|>")
+        assert least <= step.reward <= most and step.info["success"] == (step.reward == 1.0), (right, answer)
+  assert len(seen) > 3
+
+
 def test_an_answer_without_end_is_not_scored() -> None:
   env = ReasoningGym(ReasoningGymConfig(task="spell_backward"))
   env.reset(0)
