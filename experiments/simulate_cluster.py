@@ -208,6 +208,9 @@ def main(argv: Sequence[str]) -> None:
   if options.trajectories is not None:
     workload = Recorded.read(options.trajectories, tool_s=tool_s)
   config = dataclasses.replace(PAPER, **{name: options[name].value for name in _cluster_numbers(PAPER)})
+  folder = None if options.plots is None else pathlib.Path(options.plots)
+  if folder is not None:  # before the work: it may not be possible
+    folder.mkdir(parents=True, exist_ok=True)
   results = compare(config, workload, num_steps=options.steps, seed=options.seed)
   print_table(results)
   splits = best_split(
@@ -219,9 +222,7 @@ def main(argv: Sequence[str]) -> None:
     f"best split of {options.chips} chips (async, in flight): {best.num_engines} engines of {options.chips_per_engine} "
     f"and {best.trainer_chips} for the trainer: {best.result.trajectories_per_s:.3f} trajectories/s"
   )
-  if options.plots is not None:
-    folder = pathlib.Path(options.plots)
-    folder.mkdir(parents=True, exist_ok=True)
+  if folder is not None:
     counts = [2**k for k in range(13)]
     rates = sweep_engines(config, workload, counts, seed=options.seed)
     plot_sweep(folder / "cluster_speedup.png", counts, rates)

@@ -70,8 +70,8 @@ class ClusterConfig:
       if getattr(self, name) < 1:
         raise ValueError(f"{name} must be >= 1; received {getattr(self, name)}.")
     for name in ("token_s", "turn_s", "train_s", "train_token_s", "transfer_s", "max_staleness"):
-      if getattr(self, name) < 0:
-        raise ValueError(f"{name} must be >= 0; received {getattr(self, name)}.")
+      if not 0 <= getattr(self, name) < math.inf:
+        raise ValueError(f"{name} must be >= 0 and finite; received {getattr(self, name)}.")
     if self.schedule not in get_args(Schedule):
       raise ValueError(f"schedule must be one of {', '.join(get_args(Schedule))}; received {self.schedule!r}.")
     if self.schedule == "group_async" and self.batch_size % self.group_size:

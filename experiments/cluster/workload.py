@@ -34,6 +34,10 @@ class Workload(Protocol):
   def draw(self, rng: np.random.Generator) -> Episode: ...
 
 
+_MAX_MEDIAN, _MAX_SIGMA = 1e12, 10.0
+"""Beyond these a sum of draws may overflow, or is that of its largest."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogNormal:
   """median * exp(sigma * N(0, 1)); sigma 0 is a constant."""
@@ -42,8 +46,11 @@ class LogNormal:
   sigma: float = 0.0
 
   def __post_init__(self) -> None:
-    if self.median < 0 or self.sigma < 0:
-      raise ValueError(f"LogNormal needs median >= 0 and sigma >= 0; received {self.median} and {self.sigma}.")
+    if not (0 <= self.median <= _MAX_MEDIAN and 0 <= self.sigma <= _MAX_SIGMA):
+      raise ValueError(
+        f"LogNormal needs a median in [0, {_MAX_MEDIAN:g}] and a sigma in [0, {_MAX_SIGMA:g}]; received "
+        f"{self.median} and {self.sigma}."
+      )
 
   def draw(self, rng: np.random.Generator, size: int) -> np.ndarray:
     return self.median * np.exp(self.sigma * rng.standard_normal(size))

@@ -177,13 +177,21 @@ def test_distributions_respect_their_limits():
   [
     ({"schedule": "never"}, "schedule must be one of sync, group_async, async; received 'never'"),
     ({"slots": 0}, "slots must be >= 1; received 0"),
-    ({"token_s": -1.0}, "token_s must be >= 0; received -1"),
+    ({"token_s": -1.0}, "token_s must be >= 0 and finite; received -1"),
+    ({"train_s": math.nan}, "train_s must be >= 0 and finite; received nan"),
+    ({"transfer_s": math.inf}, "transfer_s must be >= 0 and finite; received inf"),
     ({"schedule": "group_async", "group_size": 3}, "group_size must divide batch_size = 8; received 3"),
   ],
 )
 def test_bad_clusters_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
     make(**change)
+
+
+@pytest.mark.parametrize(("median", "sigma"), [(-1.0, 1.0), (math.nan, 1.0), (math.inf, 0.0), (1.0, -1.0), (1.0, 1e9)])
+def test_distributions_whose_sums_overflow_are_refused(median, sigma):
+  with pytest.raises(ValueError, match=r"median in \[0, 1e\+12\] and a sigma in \[0, 10\]; received"):
+    workload.LogNormal(median=median, sigma=sigma)
 
 
 @pytest.mark.parametrize(("capacity", "older"), [(8, 2), (16, 3), (64, 9)])
