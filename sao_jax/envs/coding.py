@@ -23,6 +23,9 @@ from sao_jax.envs.tools import PythonTool
 
 _HELP = "Commands: list | read PATH [FIRST LAST] | search TEXT | edit PATH with <<<< old ==== new >>>> | test | submit"
 
+_MAX_DIGITS = 9
+"""Of a line's number; Python refuses to read one of thousands of digits."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodingConfig:
@@ -96,7 +99,7 @@ class Coding:
     path, *bounds = argument.split()[:3] or [""]
     if path not in self._files:
       return f"no file {path!r}\n"
-    if not all(bound.isdecimal() for bound in bounds):
+    if not all(bound.isdecimal() and len(bound) <= _MAX_DIGITS for bound in bounds):
       return "read PATH [FIRST LAST]: lines are numbers from 1\n"
     lines = self._files[path].splitlines()
     first, last = (int(bounds[0]) if bounds else 1), (int(bounds[1]) if len(bounds) > 1 else len(lines))
