@@ -44,8 +44,8 @@ def flops_per_token(config: ModelConfig, length: float) -> float:
   return 2.0 * dense + 4.0 * config.num_layers * heads * length
 
 
-def quiet_import() -> contextlib.AbstractContextManager[object]:
-  """Around an import of Tunix: what it warns of concerns nobody here, and would be an error in a test."""
+def quiet() -> contextlib.AbstractContextManager[object]:
+  """Around Tunix's imports and the making of its model: what they warn of would be an error in a test."""
   return warnings.catch_warnings(action="ignore")
 
 
@@ -57,7 +57,7 @@ def tunix_model() -> Any:
   """
   from flax import nnx
 
-  with needed("bench"), quiet_import():
+  with needed("bench"), quiet():
     from tunix.models.qwen3 import model as tunix_qwen3
 
   config = tunix_qwen3.ModelConfig(
@@ -72,7 +72,8 @@ def tunix_model() -> Any:
     norm_eps=MODEL.norm_eps,
     use_tied_embedding=MODEL.tie_word_embeddings,
   )
-  return tunix_qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+  with quiet():
+    return tunix_qwen3.Qwen3(config, rngs=nnx.Rngs(0))
 
 
 def matmul_gflops(size: int = 1024, seconds: float = 0.3) -> float:

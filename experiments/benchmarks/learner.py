@@ -112,7 +112,7 @@ def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
   try:
     from flax import nnx
 
-    with needed("bench"), decoding.quiet_import():
+    with needed("bench"), decoding.quiet():
       from tunix.rl import common
 
     graph, weights = nnx.split(decoding.tunix_model())

@@ -54,7 +54,7 @@ class _NumberTokenizer:
 def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
   """`f(seed)` -> number of tokens that Tunix's sampler returned; None where Tunix is not installed."""
   try:
-    with needed("bench"), decoding.quiet_import():
+    with needed("bench"), decoding.quiet():
       from tunix.generate import sampler as tunix_sampler
 
     model = decoding.tunix_model()

@@ -21,6 +21,7 @@ def small_model(monkeypatch):
   monkeypatch.setattr(decoding, "POLICY", cached_policy(model))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix's calls, where it is installed
 def test_sampler(small_model):
   result = sampler.run(slots=2, new_tokens=8, chunk_steps=4, lanes=2, repeats=1)
   assert set(result) == {
@@ -36,15 +37,15 @@ def test_sampler(small_model):
   assert result["share_of_bare_step"] > 0 and result["share_of_bare_matmuls"] > 0
 
 
-def test_what_tunix_warns_of_when_it_is_imported_is_no_error(tmp_path, monkeypatch):
+def test_what_tunix_warns_of_when_it_is_imported_and_made_is_no_error(tmp_path, monkeypatch):
   """Here, where warnings are errors; those of everything else stay so."""
   folder = tmp_path / "tunix" / "models" / "qwen3"
   folder.mkdir(parents=True)
   for package in (folder, folder.parent, folder.parent.parent):
     (package / "__init__.py").touch()
-  classes = "ModelConfig = dict\nclass Qwen3:\n  def __init__(self, config, rngs):\n    self.config = config\n"
-  warns = "import warnings\nwarnings.warn('old', DeprecationWarning)\n"
-  (folder / "model.py").write_text(warns + classes, encoding="utf-8")
+  warns = "warnings.warn('old', DeprecationWarning)\n"
+  model = f"class Qwen3:\n  def __init__(self, config, rngs):\n    self.config = config\n    {warns}"
+  (folder / "model.py").write_text(f"import warnings\n{warns}ModelConfig = dict\n{model}", encoding="utf-8")
   monkeypatch.syspath_prepend(tmp_path)
   names = ["tunix", "tunix.models", "tunix.models.qwen3", "tunix.models.qwen3.model"]
   for name in names:

@@ -123,9 +123,10 @@ def test_wrong_input_is_named() -> None:
     nnx_policy(Empty(), _forward)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its making and its calls use what JAX and Flax deprecate
 def test_a_qwen3_of_google_tunix() -> None:
   """Trunk and embedding of a peer's model, taken apart by the adapter: its own logits, and a gradient for all of it."""
-  with warnings.catch_warnings(action="ignore"):  # its import warns of things of its own
+  with warnings.catch_warnings(action="ignore"):  # of its import's own
     qwen3 = pytest.importorskip("tunix.models.qwen3.model")
   config = qwen3.ModelConfig(
     num_layers=2, vocab_size=VOCAB, embed_dim=16, hidden_dim=24, num_heads=4, head_dim=8, num_kv_heads=2,
