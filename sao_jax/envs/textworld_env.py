@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import shutil
 import threading
 from typing import Any
@@ -14,6 +15,10 @@ from sao_jax.extras import needed
 
 _MAX_COMMAND_CHARS = 100
 """The game's interpreter, in C and in this process, hangs on a NUL and crashes on commands of great length."""
+_FILE_COMMAND = re.compile(
+  r"\b(?:save|restore|script|unscript|noscript|replay)\b|\b(?:transcrip|notranscr|recording)", re.IGNORECASE
+)
+"""By these it writes and reads files in the directory that this process runs in; it knows words by nine letters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,8 @@ class TextWorld(TextGame):
     line = text.split("\n")[0]
     if len(line) > _MAX_COMMAND_CHARS or not (line.isascii() and line.isprintable()):
       return Reply(text=f"error: a command is at most {_MAX_COMMAND_CHARS} printable ASCII characters.")
+    if _FILE_COMMAND.search(line):
+      return Reply(text="error: there are no saved games and no transcripts here.")
     self._state, score, done = self._env.step(line or "look")
     reward, self._score = (score - self._score) / (self._state.max_score or 1), score
     info = {"success": bool(self._state.won)} if done else {}

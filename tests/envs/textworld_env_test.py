@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Iterator
 
@@ -99,3 +100,17 @@ def test_commands_that_the_interpreter_cannot_take_are_answered(tmp_path: pathli
     assert "printable ASCII" in step.observation and not step.done and step.reward == 0.0
   assert not env.step("look<|end|>").done
   env.close()
+
+
+def test_commands_that_write_or_read_files_are_refused(
+  config: TextWorldConfig, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  env = textworld_factory(dataclasses.replace(config, max_turns=20))()
+  env.reset(0)
+  for command in ("save", "Script on", "transcript", "transcripts", "look. save", "recording on", "restore", "replay"):
+    step = env.step(f"{command}<|end|>")
+    assert not step.done and "error: there are no saved games" in step.observation
+  assert "error" not in env.step("look<|end|>").observation
+  env.close()
+  assert not list(tmp_path.iterdir())
