@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
 import pathlib
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -32,8 +34,9 @@ class Program:
   """Outputs that reuse the memory of (donated) arguments."""
   temporaries: float
   flops: float
-  """As the compiler counts them: loops once, Pallas kernels not at all."""
+  """As the compiler counts them: loops once, Pallas kernels not at all. NaN where it was stopped early."""
   bytes_moved: float
+  """NaN where the compiler was stopped early."""
   collectives: Mapping[str, hlo.Traffic]
 
   @property
@@ -73,9 +76,8 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
   """Compiles, and reads the figures."""
   # The compiler's own dump: `as_text()` reads a serialized form that differs between versions of jaxlib and libtpu.
   with tempfile.TemporaryDirectory() as folder:
-    compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-    dumps = pathlib.Path(folder).glob("*after_optimizations.txt")
-    text = max(dumps, key=lambda path: path.stat().st_size).read_text(encoding="utf-8")
+    compiled = lowered.compile(compiler_options=_dump_to(folder))
+    text = _largest(pathlib.Path(folder), "*after_optimizations.txt").read_text(encoding="utf-8")
   memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
   return Program(
     arguments=memory.argument_size_in_bytes,
@@ -86,6 +88,58 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
     bytes_moved=cost.get("bytes accessed", math.nan),
     collectives=hlo.collectives(text),
   )
+
+
+def compile_memory(lower: Callable[[], jax.stages.Lowered]) -> Program:
+  """Compiles in a process of its own, which ends as soon as memory is assigned: the code is most of a TPU's compiling.
+
+  Args:
+    lower: can be pickled, and makes its own mesh.
+
+  Raises:
+    RuntimeError: the compiler ended before it assigned memory; the message says how.
+  """
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    compiler = multiprocessing.get_context("spawn").Process(target=_compile_into, args=(name, lower), daemon=True)
+    compiler.start()
+    try:
+      while not list(folder.glob("*memory-usage-report.txt")):  # It is written after the assignment.
+        if not compiler.is_alive():
+          failure = folder / "error.txt"
+          told = failure.read_text(encoding="utf-8") if failure.exists() else f"exit code {compiler.exitcode}"
+          raise RuntimeError(f"the compiler ended before it assigned memory: {told}")
+        time.sleep(0.5)
+    finally:
+      compiler.kill()
+      compiler.join()
+    assigned = hlo.assigned_memory(_largest(folder, "*after_optimizations-buffer-assignment.txt").read_text("utf-8"))
+    text = _largest(folder, "*after_optimizations.txt").read_text(encoding="utf-8")
+  return Program(
+    arguments=assigned.arguments,
+    outputs=assigned.outputs + assigned.aliased,
+    aliased=assigned.aliased,
+    temporaries=assigned.temporaries,
+    flops=math.nan,
+    bytes_moved=math.nan,
+    collectives=hlo.collectives(text),
+  )
+
+
+def _compile_into(folder: str, lower: Callable[[], jax.stages.Lowered]) -> None:
+  try:
+    lower().compile(compiler_options=_dump_to(folder))
+  except Exception as error:
+    (pathlib.Path(folder) / "error.txt").write_text(str(error), encoding="utf-8")
+    raise
+
+
+def _dump_to(folder: str) -> dict[str, str | bool]:
+  return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+
+
+def _largest(folder: pathlib.Path, pattern: str) -> pathlib.Path:
+  return max(folder.glob(pattern), key=lambda path: path.stat().st_size)
 
 
 def placed(tree: Any, shardings: Any) -> Any:

@@ -7,12 +7,16 @@ a real TPU topology on any machine:
     python -m experiments.compile_report --model=qwen3_30b_a3b --mesh=fsdp=8,context=8 --seq=131072 --topology=v5p:4x4x4
 
 Deep models are compiled at two small depths and extrapolated in the number of layers (their layers are alike);
-`--exact` compiles all layers. What is resident is computed from shapes, at full depth, in either case.
+`--exact` compiles all layers. What is resident is computed from shapes, at full depth, in either case. The compiler
+works on several layers at once where there is memory for it, so that a few layers more cost more than many more do:
+deeper `--depths` give a lower and truer figure, and `--memory_only` makes them affordable, because it stops the
+compiler before it generates a TPU's code.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -48,6 +52,8 @@ _ATTENTION = flags.DEFINE_string("attention", "auto", "attention_impl.")
 _MOE = flags.DEFINE_string("moe", "auto", "moe_impl.")
 _REMAT = flags.DEFINE_string("remat", "full", "What a layer's backward pass recomputes.")
 _EXACT = flags.DEFINE_bool("exact", False, "Compile all layers rather than extrapolate.")
+_DEPTHS = flags.DEFINE_list("depths", None, "The two depths. Default: one and three layers past the first dense ones.")
+_MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Stop before code is generated, with --topology: no FLOPs.")
 _FROZEN = flags.DEFINE_list("frozen", ["attention"], "Frozen parts of the critic.")
 _CHUNK = flags.DEFINE_integer("logprob_chunk", 1024, "Tokens whose logits are held at once, by each device.")
 
@@ -58,6 +64,8 @@ def main(argv: Sequence[str]) -> None:
   unknown = set(_PROGRAMS.value) - set(PROGRAMS)
   if unknown:
     raise app.UsageError(f"--programs must name some of {', '.join(PROGRAMS)}; received {', '.join(sorted(unknown))}.")
+  if _MEMORY_ONLY.value and _TOPOLOGY.value is None:
+    raise app.UsageError("--memory_only needs a --topology: for CPU devices the whole compiler takes seconds.")
   mesh = build_mesh(parse_mesh(_MESH.value), _TOPOLOGY.value)
   model = build_model()
   rows = _ROWS.value or math.prod(mesh.shape[axis] for axis in ROWS)
@@ -160,8 +168,8 @@ def report_program(
   """Compiles one program and prints its figures; None if the compiler refuses it for its size."""
   start = time.monotonic()
   try:
-    program, how = compile_at_depth(lambda m: _lower(name, m, learner, mesh, load), model)
-  except jax.errors.JaxRuntimeError as error:
+    program, how = compile_at_depth(functools.partial(_compile, name, learner, mesh, load), model)
+  except RuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     print(f"\n{name} step: DOES NOT FIT: {str(error).splitlines()[0][:400]}")
@@ -171,23 +179,52 @@ def report_program(
     f"  per device: arguments {readable(program.arguments)}, temporaries {readable(program.temporaries)}, output "
     f"{readable(program.outputs)} ({readable(program.aliased)} in place), peak {readable(program.peak)}"
   )
-  moved = readable(program.bytes_moved)
-  print(f"  {program.flops / 1e12:.3f} TFLOP, {moved} moved (kernels and repeated loop trips not counted)")
+  if not _MEMORY_ONLY.value:
+    moved = readable(program.bytes_moved)
+    print(f"  {program.flops / 1e12:.3f} TFLOP, {moved} moved (kernels and repeated loop trips not counted)")
   for kind, traffic in program.collectives.items():
     print(f"  {kind:<20}{traffic.count:>8} x  {readable(traffic.bytes):>12} in all")
   return program
 
 
-def compile_at_depth(lower: Callable[[ModelConfig], jax.stages.Lowered], model: ModelConfig) -> tuple[aot.Program, str]:
+def compile_at_depth(
+  compile_model: Callable[[ModelConfig], aot.Program], model: ModelConfig
+) -> tuple[aot.Program, str]:
   """Compiles all layers, or two depths that hold a dense and some sparse layers and extrapolates."""
-  if _EXACT.value or model.num_layers <= _EXACT_UP_TO:
-    return aot.compile_program(lower(model)), f"{model.num_layers} layers compiled"
-  shallow, deep = model.first_dense_layers + 1, model.first_dense_layers + 3
-  depths = (dataclasses.replace(model, num_layers=depth) for depth in (shallow, deep))
-  programs = [aot.compile_program(lower(at_depth)) for at_depth in depths]
+  if _EXACT.value or (_DEPTHS.value is None and model.num_layers <= _EXACT_UP_TO):
+    return compile_model(model), f"{model.num_layers} layers compiled"
+  shallow, deep = _depths(model)
+  programs = [compile_model(dataclasses.replace(model, num_layers=depth)) for depth in (shallow, deep)]
   steps = (model.num_layers - deep) / (deep - shallow)
   how = f"{model.num_layers} layers, extrapolated from {shallow} and {deep}"
   return programs[1].extrapolate(programs[0], steps), how
+
+
+def _depths(model: ModelConfig) -> tuple[int, int]:
+  least = model.first_dense_layers + 1
+  if _DEPTHS.value is None:
+    return least, least + 2
+  depths = [int(text) if text.isdecimal() else 0 for text in _DEPTHS.value]
+  if len(depths) != 2 or not least <= depths[0] < depths[1] <= model.num_layers:
+    raise app.UsageError(
+      f"--depths must be two depths, {least} <= first < second <= {model.num_layers} for this model; "
+      f"received {','.join(_DEPTHS.value)}."
+    )
+  return depths[0], depths[1]
+
+
+def _compile(name: str, learner: LearnerConfig, mesh: Mesh, load: aot.Workload, model: ModelConfig) -> aot.Program:
+  if not _MEMORY_ONLY.value:
+    return aot.compile_program(_lower(name, model, learner, mesh, load))
+  remade = functools.partial(_lower_anew, name, model, learner, _MESH.value, _TOPOLOGY.value, load)
+  return aot.compile_memory(remade)
+
+
+def _lower_anew(
+  name: str, model: ModelConfig, learner: LearnerConfig, axes: str, topology: str, load: aot.Workload
+) -> jax.stages.Lowered:
+  """`_lower` where no mesh exists yet."""
+  return _lower(name, model, learner, build_mesh(parse_mesh(axes), topology), load)
 
 
 def _lower(name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload) -> jax.stages.Lowered:

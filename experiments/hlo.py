@@ -17,6 +17,7 @@ _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$", re.MULTILINE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -26,6 +27,41 @@ class Traffic(NamedTuple):
   count: int
   bytes: int
   """Sum of the results' sizes on one device."""
+
+
+class Assigned(NamedTuple):
+  """Bytes of a device's main memory, as the compiler assigned them before it generated code."""
+
+  arguments: int
+  aliased: int
+  """Arguments whose memory becomes an output's."""
+  outputs: int
+  """Outputs with memory of their own."""
+  temporaries: int
+  """And constants."""
+
+
+def assigned_memory(text: str) -> Assigned:
+  """Sums up the compiler's dump of its buffer assignment.
+
+  Raises:
+    ValueError: the text holds no allocation.
+  """
+  found = Assigned(0, 0, 0, 0)
+  allocations = _ALLOCATION.findall(text)
+  if not allocations:
+    raise ValueError(f"a buffer assignment must list allocations; received {text[:200]!r}.")
+  for size, kind in allocations:
+    if "color" in kind or "thread-local" in kind:  # other memories, and parts of what is counted
+      continue
+    live_out = int(size) if "maybe-live-out" in kind else 0
+    if "parameter" in kind:
+      found = found._replace(arguments=found.arguments + int(size), aliased=found.aliased + live_out)
+    elif live_out:
+      found = found._replace(outputs=found.outputs + live_out)
+    else:
+      found = found._replace(temporaries=found.temporaries + int(size))
+  return found
 
 
 def shape_bytes(text: str) -> list[int]:

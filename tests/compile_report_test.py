@@ -43,6 +43,35 @@ def test_collectives_are_counted_with_their_trips():
   assert found == {"all-gather": hlo.Traffic(2, 2 * 512), "all-reduce": hlo.Traffic(5, 5 * 32)}
 
 
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 32, page 0, thread-local:
+ value: <12 call-start{0} @0> (size=32,offset=0): bf16[4,4]
+allocation 1: size 512, page 0, parameter 7, shape |f32[128]| at ShapeIndex {}, maybe-live-out:
+allocation 2: size 8192, page 0, parameter 9, shape |f32[1,1,2048]| at ShapeIndex {}:
+allocation 3: size 16, page 0, output shape is |f32[4]|, maybe-live-out:
+allocation 4: size 4096, page 0, constant:
+allocation 5: size 100000, page 0, preallocated-temp:
+allocation 6: size 777, color 1, page 0, preallocated-temp:
+"""
+
+
+def test_memory_is_read_from_the_buffer_assignment():
+  assert hlo.assigned_memory(ASSIGNMENT) == hlo.Assigned(
+    arguments=512 + 8192, aliased=512, outputs=16, temporaries=4096 + 100000
+  )
+  with pytest.raises(ValueError, match="must list allocations"):
+    hlo.assigned_memory("another form")
+
+
+def _refuse():
+  raise ValueError("no such topology")
+
+
+def test_a_compiler_that_fails_says_why():
+  with pytest.raises(RuntimeError, match="before it assigned memory: no such topology"):
+    aot.compile_memory(_refuse)
+
+
 def program(scale):
   traffic = {"all-reduce": hlo.Traffic(scale, 10 * scale)}
   numbers = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "flops", "bytes_moved"), float(scale))
@@ -82,6 +111,17 @@ def test_sizes_that_the_mesh_cannot_split_are_refused_before_compiling(sizes, me
   mesh = jax.sharding.AbstractMesh((1, 2, 3, 2, 4), AXES)
   with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
     compile_report.check_splits(aot.Workload(*sizes), mesh)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [(["--depths=2,2"], "1 <= first < second <= 2"), (["--depths=x"], "two depths"), (["--memory_only"], "--topology")],
+)
+def test_wrong_flags_are_told(arguments, message):
+  command = [sys.executable, "-m", "experiments.compile_report", "--model=tiny_moe", "--mesh=fsdp=1", "--seq=32"]
+  done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+  assert done.returncode == 1
+  assert message in done.stderr, done.stderr
 
 
 @pytest.mark.timeout(600)

@@ -35,3 +35,17 @@ def hold(x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
 def hold_tokens(x: jax.Array) -> jax.Array:
   """`hold` for activations: `[B, T, D]` by rows and tokens, `[S, D]` by rows."""
   return hold(x, ROWS, ("context",), ()) if x.ndim == 3 else hold(x, ROWS, ())
+
+
+def hold_residual(x: jax.Array) -> jax.Array:
+  """`hold` for what passes between layers, `[B, T, D]`: tokens lie over `tensor`, too, where they divide.
+
+  Inside a layer `tensor` splits heads and widths. What a layer receives and returns would be the same on every device
+  along it, and so would all that is kept for the backward pass (sequence parallelism, arXiv 2205.05198).
+  """
+  mesh = ambient_mesh()
+  if mesh is None:
+    return x
+  split = ("context", "tensor")
+  # A layer's own results are held as `hold_tokens` does first: else `tensor` would split tokens inside the layer, too.
+  return hold(hold_tokens(x), ROWS, split, ()) if axes_for(mesh, x.shape[1], *split) else hold_tokens(x)

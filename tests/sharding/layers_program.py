@@ -17,6 +17,7 @@ import numpy as np
 from sao_jax.learner import scoring
 from sao_jax.models.attention import packed_attention
 from sao_jax.models.expert_parallel import apply_experts
+from sao_jax.models.mesh import hold_residual
 from sao_jax.models.moe import ExpertKernels, expert_mlp
 from sao_jax.ops import masking
 from sao_jax.sharding import make_mesh, on_mesh, parse_mesh, replicated
@@ -95,6 +96,14 @@ def full_log_probs(hidden: jax.Array, head: jax.Array, mask: jax.Array) -> jax.A
   return jnp.where(mask, jnp.stack([chosen, -jnp.sum(jnp.exp(every) * every, axis=-1)]), 0.0)
 
 
+def residual_shards() -> dict[int, tuple[int, ...]]:
+  """By length of a row: what each of 2 x 2 x 2 devices holds of activations between layers."""
+  mesh = make_mesh(parse_mesh("fsdp=2,tensor=2,context=2"))
+  inputs = {length: jax.device_put(random(ROWS, length, DIM), replicated(mesh)) for length in (8, 6, 5)}
+  held = {length: jax.jit(on_mesh(hold_residual, mesh))(x) for length, x in inputs.items()}
+  return {length: x.sharding.shard_shape(x.shape) for length, x in held.items()}
+
+
 def main() -> None:
   kernels = ExpertKernels(random(EXPERTS, DIM, WIDTH), random(EXPERTS, DIM, WIDTH), random(EXPERTS, WIDTH, DIM))
   weights = jax.nn.softmax(random(ROWS, LENGTH, CHOICES))
@@ -121,7 +130,7 @@ def main() -> None:
     )
   halves = (random(ROWS, LENGTH, DIM).astype(jnp.bfloat16), random(DIM, EXPERTS).astype(jnp.bfloat16))
   report["log-probs, bfloat16"] = compare(log_probs, "fsdp=2,tensor=2,context=2", halves, {"uneven": cases["uneven"]})
-  print(json.dumps(report))
+  print(json.dumps({"layers": report, "residual": residual_shards()}))
 
 
 if __name__ == "__main__":
