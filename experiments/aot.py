@@ -23,6 +23,8 @@ from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy,
 from sao_jax.sharding import batch_shardings, cache_shardings, hold_sharded, on_mesh, replicated, shardings_for
 from sao_jax.types import Params, TokenBatch
 
+_ASSIGNMENT = "*after_optimizations-buffer-assignment.txt"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
@@ -104,16 +106,15 @@ def compile_memory(lower: Callable[[], jax.stages.Lowered]) -> Program:
     compiler = multiprocessing.get_context("spawn").Process(target=_compile_into, args=(name, lower), daemon=True)
     compiler.start()
     try:
-      while not list(folder.glob("*memory-usage-report.txt")):  # It is written after the assignment.
+      while not _written(folder, "*memory-usage-report.txt", "*after_optimizations.txt", _ASSIGNMENT):
         if not compiler.is_alive():
           failure = folder / "error.txt"
           told = failure.read_text(encoding="utf-8") if failure.exists() else f"exit code {compiler.exitcode}"
           raise RuntimeError(f"the compiler ended before it assigned memory: {told}")
-        time.sleep(0.5)
     finally:
       compiler.kill()
       compiler.join()
-    assigned = hlo.assigned_memory(_largest(folder, "*after_optimizations-buffer-assignment.txt").read_text("utf-8"))
+    assigned = hlo.assigned_memory(_largest(folder, _ASSIGNMENT).read_text(encoding="utf-8"))
     text = _largest(folder, "*after_optimizations.txt").read_text(encoding="utf-8")
   return Program(
     arguments=assigned.arguments,
@@ -124,6 +125,17 @@ def compile_memory(lower: Callable[[], jax.stages.Lowered]) -> Program:
     bytes_moved=math.nan,
     collectives=hlo.collectives(text),
   )
+
+
+def _written(folder: pathlib.Path, *patterns: str, quiet_s: float = 2.0) -> bool:
+  """Whether there are files of all patterns, of which none has grown lately; waits `quiet_s` to see it."""
+
+  def sizes() -> list[tuple[str, int]]:
+    return sorted((path.name, path.stat().st_size) for pattern in patterns for path in folder.glob(pattern))
+
+  complete, before = all(list(folder.glob(pattern)) for pattern in patterns), sizes()
+  time.sleep(quiet_s)
+  return complete and all(size for _, size in before) and sizes() == before
 
 
 def _compile_into(folder: str, lower: Callable[[], jax.stages.Lowered]) -> None:

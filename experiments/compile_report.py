@@ -36,7 +36,8 @@ from sao_jax.models import ModelConfig
 from sao_jax.sharding import MeshConfig, make_mesh, parse_mesh
 
 PROGRAMS = ("policy", "critic", "decode")
-_HBM_GB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
+_HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
+"""What the compiler grants a program on one chip, as its out-of-memory errors say."""
 _EXACT_UP_TO = 8
 
 _MODEL = flags.DEFINE_enum("model", "qwen3_0p6b", sorted(MODELS), "Architecture.")
@@ -158,8 +159,9 @@ def report_run(state: int, programs: Mapping[str, aot.Program]) -> None:
 
 
 def _verdict(size: float) -> str:
-  limit = _HBM_GB.get((_TOPOLOGY.value or "").split(":")[0])
-  return "" if limit is None else f", {'fits' if size < limit * 1e9 else 'DOES NOT FIT'} {limit} GB"
+  limit = _HBM_GIB.get((_TOPOLOGY.value or "").split(":")[0])
+  gib = size / 2**30
+  return "" if limit is None else f", {'fits' if gib < limit else 'DOES NOT FIT'}: {gib:.2f} of {limit} GiB"
 
 
 def report_program(
