@@ -6,11 +6,10 @@ a real TPU topology on any machine:
 
     python -m experiments.compile_report --model=qwen3_30b_a3b --mesh=fsdp=8,context=8 --seq=131072 --topology=v5p:4x4x4
 
-Deep models are compiled at two small depths and extrapolated in the number of layers (their layers are alike);
-`--exact` compiles all layers. What is resident is computed from shapes, at full depth, in either case. The compiler
-works on several layers at once where there is memory for it, so that a few layers more cost more than many more do:
-deeper `--depths` give a lower and truer figure, and `--memory_only` makes them affordable, because it stops the
-compiler before it generates a TPU's code.
+Deep models are compiled at two small depths and extrapolated in the number of layers: a first look. The compiler works
+on several layers at once while there is memory for it, so that what a few layers take tells little about many;
+`--exact` compiles all of them, and `--memory_only` makes that affordable, because it stops the compiler before it
+generates a TPU's code. What is resident is computed from shapes, at full depth, in either case.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ _ATTENTION = flags.DEFINE_string("attention", "auto", "attention_impl.")
 _MOE = flags.DEFINE_string("moe", "auto", "moe_impl.")
 _REMAT = flags.DEFINE_string("remat", "full", "What a layer's backward pass recomputes.")
 _EXACT = flags.DEFINE_bool("exact", False, "Compile all layers rather than extrapolate.")
-_DEPTHS = flags.DEFINE_list("depths", None, "The two depths. Default: one and three layers past the first dense ones.")
 _MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Stop before code is generated, with --topology: no FLOPs.")
 _FROZEN = flags.DEFINE_list("frozen", ["attention"], "Frozen parts of the critic.")
 _CHUNK = flags.DEFINE_integer("logprob_chunk", 1024, "Tokens whose logits are held at once, by each device.")
@@ -193,26 +191,13 @@ def compile_at_depth(
   compile_model: Callable[[ModelConfig], aot.Program], model: ModelConfig
 ) -> tuple[aot.Program, str]:
   """Compiles all layers, or two depths that hold a dense and some sparse layers and extrapolates."""
-  if _EXACT.value or (_DEPTHS.value is None and model.num_layers <= _EXACT_UP_TO):
+  if _EXACT.value or model.num_layers <= _EXACT_UP_TO:
     return compile_model(model), f"{model.num_layers} layers compiled"
-  shallow, deep = _depths(model)
+  shallow, deep = model.first_dense_layers + 1, model.first_dense_layers + 3
   programs = [compile_model(dataclasses.replace(model, num_layers=depth)) for depth in (shallow, deep)]
   steps = (model.num_layers - deep) / (deep - shallow)
   how = f"{model.num_layers} layers, extrapolated from {shallow} and {deep}"
   return programs[1].extrapolate(programs[0], steps), how
-
-
-def _depths(model: ModelConfig) -> tuple[int, int]:
-  least = model.first_dense_layers + 1
-  if _DEPTHS.value is None:
-    return least, least + 2
-  depths = [int(text) if text.isdecimal() else 0 for text in _DEPTHS.value]
-  if len(depths) != 2 or not least <= depths[0] < depths[1] <= model.num_layers:
-    raise app.UsageError(
-      f"--depths must be two depths, {least} <= first < second <= {model.num_layers} for this model; "
-      f"received {','.join(_DEPTHS.value)}."
-    )
-  return depths[0], depths[1]
 
 
 def _compile(name: str, learner: LearnerConfig, mesh: Mesh, load: aot.Workload, model: ModelConfig) -> aot.Program:

@@ -113,15 +113,11 @@ def test_sizes_that_the_mesh_cannot_split_are_refused_before_compiling(sizes, me
     compile_report.check_splits(aot.Workload(*sizes), mesh)
 
 
-@pytest.mark.parametrize(
-  ("arguments", "message"),
-  [(["--depths=2,2"], "1 <= first < second <= 2"), (["--depths=x"], "two depths"), (["--memory_only"], "--topology")],
-)
-def test_wrong_flags_are_told(arguments, message):
+def test_memory_alone_is_a_tpu_compilers():
   command = [sys.executable, "-m", "experiments.compile_report", "--model=tiny_moe", "--mesh=fsdp=1", "--seq=32"]
-  done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+  done = subprocess.run([*command, "--memory_only"], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
   assert done.returncode == 1
-  assert message in done.stderr, done.stderr
+  assert "--memory_only needs a --topology" in done.stderr, done.stderr
 
 
 @pytest.mark.timeout(600)
