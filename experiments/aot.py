@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
+import os
 import pathlib
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -139,11 +141,20 @@ def _written(folder: pathlib.Path, *patterns: str, quiet_s: float = 2.0) -> bool
 
 
 def _compile_into(folder: str, lower: Callable[[], jax.stages.Lowered]) -> None:
+  threading.Thread(target=_end_with_parent, daemon=True).start()
   try:
     lower().compile(compiler_options=_dump_to(folder))
   except Exception as error:
     (pathlib.Path(folder) / "error.txt").write_text(str(error), encoding="utf-8")
     raise
+
+
+def _end_with_parent() -> None:
+  """A parent that is killed takes nobody along, and this process would compile for an hour for no one."""
+  parent = multiprocessing.parent_process()
+  if parent is not None:
+    parent.join()
+    os._exit(1)
 
 
 def _dump_to(folder: str) -> dict[str, str | bool]:
