@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 from experiments import aot, command
 from experiments.presets.model_configs import MODELS
-from sao_jax.axes import AXES, ROWS, axes_in_use
+from sao_jax.axes import AXES, ROWS, axes_in_use, check_split
 from sao_jax.learner import LearnerConfig
 from sao_jax.learner.partition import parameter_counts
 from sao_jax.models import ModelConfig
@@ -88,10 +88,7 @@ def main(argv: Sequence[str]) -> None:
 def check_splits(load: aot.Workload, mesh: Mesh) -> None:
   """Refuses sizes that the mesh cannot split, before anything is compiled: that takes minutes."""
   for name, axes in (("rows", ROWS), ("slots", ROWS), ("seq", ("context",))):
-    ways, size = math.prod(mesh.shape[axis] for axis in axes), getattr(load, name)
-    if size % ways:
-      split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape[axis] > 1)
-      raise ValueError(f"--{name} must be a multiple of {ways}, since {split} splits it; received {size}.")
+    check_split(mesh, f"--{name}", getattr(load, name), *axes)
 
 
 def build_mesh(config: MeshConfig, topology: str | None) -> Mesh:

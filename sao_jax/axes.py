@@ -31,3 +31,16 @@ def axes_for(mesh: Mesh | AbstractMesh, size: int, *names: str) -> tuple[str, ..
   """
   used = axes_in_use(mesh, *names)
   return used if size % math.prod(mesh.shape[name] for name in used) == 0 else ()
+
+
+def check_split(mesh: Mesh | AbstractMesh, name: str, size: int, *names: str) -> None:
+  """Refuses a size that the named axes together cannot split evenly.
+
+  Raises:
+    ValueError: the message has `name`, the axes and the size.
+  """
+  used = axes_in_use(mesh, *names)
+  ways = math.prod(mesh.shape[axis] for axis in used)
+  if size % ways:
+    split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in used)
+    raise ValueError(f"{name} must be a multiple of {ways}, since {split} splits it; received {size}.")

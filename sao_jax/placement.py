@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from sao_jax import sharding
-from sao_jax.axes import AXES, ROWS, axes_in_use
+from sao_jax.axes import AXES, ROWS, check_split
 from sao_jax.config import RunConfig
 from sao_jax.types import CachedPolicy, Params, TokenBatch
 
@@ -55,10 +55,7 @@ class Placement:
       (self.engine_mesh, ROWS, "engine.num_slots / engine.num_lanes", engine.num_slots // engine.num_lanes),
       (self.engine_mesh, ("context",), "engine.max_len", engine.max_len),
     ):
-      ways = math.prod(mesh.shape[axis] for axis in axes)
-      if size % ways:
-        split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes_in_use(mesh, *axes))
-        raise ValueError(f"{name} must be a multiple of {ways}, since {split} splits it; received {size}.")
+      check_split(mesh, name, size, *axes)
 
   @contextlib.contextmanager
   def dispatching(self) -> Any:
