@@ -49,11 +49,11 @@ import tempfile
 from IPython.display import HTML, Image, display
 
 from experiments import plots
-from experiments.domains.factory import make_domain
 from experiments.presets import tool_math_cpu
-from sao_jax import loop
+from experiments.tasks.factory import make_domain
 from sao_jax.io import trajectories
 from sao_jax.io.metrics import read_metrics
+from sao_jax.training import loop
 
 # %% tags=["parameters"]
 # The README's run has 800, 1024, 150 and 512 of these.

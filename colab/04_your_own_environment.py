@@ -49,11 +49,11 @@ from IPython.display import Image, display
 
 from experiments import plots
 from experiments.presets import ablation_cpu
-from sao_jax import loop
 from sao_jax.envs import base
 from sao_jax.io import trajectories
 from sao_jax.rollout import EngineConfig
 from sao_jax.tokenizers import MathTokenizer
+from sao_jax.training import loop
 from sao_jax.types import Domain, Step
 
 # %% tags=["parameters"]

@@ -28,12 +28,12 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from experiments import command
 from experiments.ablations import report, results, run_arm, suites, tuning
 from experiments.ablations.suites import Arm
-from sao_jax import config as config_lib
-from sao_jax.guards import RunStoppedError
+from experiments.support import command
 from sao_jax.io import workdir as workdir_lib
+from sao_jax.training import config as config_lib
+from sao_jax.training.health import RunStoppedError
 
 LEARNING_RATES = (0.25, 0.5, 1.0, 2.0)
 """Times the base's."""

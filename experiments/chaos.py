@@ -32,11 +32,11 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from experiments import chaos_run, command
-from sao_jax import config as config_lib
+from experiments.support import chaos_run, command
 from sao_jax.io import jsonl
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.metrics import read_metrics
+from sao_jax.training import config as config_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACES = ("time", *chaos_run.WINDOWS)
@@ -63,7 +63,7 @@ def launch(
   """Starts a run, or its resumption; what it prints goes to a `.log` beside the workdir."""
   chaos_run.windows_log(workdir).unlink(missing_ok=True)
   command = [
-    sys.executable, "-m", "experiments.chaos_run", f"--workdir={workdir}", f"--schedule={schedule}",
+    sys.executable, "-m", "experiments.support.chaos_run", f"--workdir={workdir}", f"--schedule={schedule}",
     f"--num_steps={num_steps}", *more,
   ]  # fmt: skip
   environment = os.environ | {

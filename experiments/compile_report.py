@@ -26,13 +26,13 @@ import jax
 from absl import app, flags
 from jax.sharding import Mesh
 
-from experiments import aot, command
 from experiments.presets.model_configs import MODELS
-from sao_jax.axes import AXES, ROWS, axes_in_use, check_split
+from experiments.support import aot, command
 from sao_jax.learner import LearnerConfig
 from sao_jax.learner.partition import parameter_counts
 from sao_jax.models import ModelConfig
-from sao_jax.sharding import MeshConfig, make_mesh, parse_mesh
+from sao_jax.parallel import MeshConfig, make_mesh, parse_mesh
+from sao_jax.parallel.axes import AXES, ROWS, axes_in_use, check_split
 
 PROGRAMS = ("policy", "critic", "decode")
 _HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}

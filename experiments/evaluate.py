@@ -5,8 +5,9 @@
     python -m experiments.evaluate --checkpoint=MODEL.gguf --benchmark=reasoning_gym:chain_sum --max_len=256 --notool
 
 The first takes the newest checkpoint of a run and that run's own tasks. The others take a Hugging Face directory or a
-GGUF file, its chat template, and a benchmark (`experiments.benchmark_sets`), under the paper's settings: temperature 1,
-top-p 1, up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs. Answers are graded by math-verify.
+GGUF file, its chat template, and a benchmark (`experiments.support.benchmark_sets`), under the paper's settings:
+temperature 1, top-p 1, up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs. Answers are graded by
+math-verify.
 
 Every sample is written to `OUT/samples.jsonl` as it ends; the same command goes on where it was stopped, with the same
 samples as if it had not been, and refuses a checkpoint or problems that have changed since. Episodes of all runs are
@@ -25,20 +26,22 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from experiments import benchmark_sets, command, config_flags
-from experiments.domains.factory import make_domain
-from experiments.fingerprint import fingerprint
-from sao_jax import config as config_lib
-from sao_jax import evaluation, exits, loop, models
-from sao_jax.components import Components
-from sao_jax.config import EnvConfig, RunConfig
+from experiments.support import benchmark_sets, command, config_flags
+from experiments.support.fingerprint import fingerprint
+from experiments.tasks.factory import make_domain
+from sao_jax import models
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.jsonl import JsonlFile, cut_after_step
 from sao_jax.learner.algorithms import learner_config
 from sao_jax.rollout import EngineConfig, TooManyFailuresError
+from sao_jax.training import config as config_lib
+from sao_jax.training import evaluation, loop
+from sao_jax.training.components import Components
+from sao_jax.training.config import EnvConfig, RunConfig
 from sao_jax.types import Params
+from sao_jax.utils import process_exit
 
 
 def define_flags() -> None:
@@ -211,7 +214,7 @@ def benchmark_config(options: Any, model: models.ModelConfig) -> RunConfig:
       prefill_tokens=tuple(prefill),
     ),
     env=EnvConfig(
-      factory="experiments.benchmark_sets:make_domain",
+      factory="experiments.support.benchmark_sets:make_domain",
       options={
         "benchmark": options.benchmark,
         "checkpoint": options.checkpoint,
@@ -258,5 +261,5 @@ def restore_policy(parts: Components, workdir: pathlib.Path) -> tuple[int, Param
 
 if __name__ == "__main__":
   define_flags()
-  with exits.whatever_is_left():
+  with process_exit.whatever_is_left():
     command.run(main)

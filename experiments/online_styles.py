@@ -17,15 +17,15 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
-from experiments import command
 from experiments.ablations import suites
-from experiments.domains.options import checked
 from experiments.online.questions import STYLES
 from experiments.online.simulation import SimulationConfig, train
 from experiments.presets import online_cpu
-from sao_jax.interrupts import Interrupted
+from experiments.support import command
+from experiments.tasks.options import checked
 from sao_jax.io.console import Console
 from sao_jax.io.metrics import read_metrics
+from sao_jax.training.signals import Interrupted
 
 
 def define_flags() -> None:

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments import command
+from experiments.support import command
 from sao_jax.io import metrics as metrics_io
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.types import Trajectory

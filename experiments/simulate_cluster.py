@@ -22,9 +22,10 @@ from absl import flags
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments import command, plots
-from experiments.cluster.simulator import ClusterConfig, Result, simulate
-from experiments.cluster.workload import Distributions, LogNormal, Recorded, Workload
+from experiments import plots
+from experiments.simulator.simulator import ClusterConfig, Result, simulate
+from experiments.simulator.workload import Distributions, LogNormal, Recorded, Workload
+from experiments.support import command
 
 PAPER_WORKLOAD = Distributions(
   turns=LogNormal(median=60, sigma=0.7),

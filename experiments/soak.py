@@ -32,13 +32,13 @@ from typing import Any
 import jax
 from absl import flags, logging
 
-from experiments import chaos_run, command
-from experiments.domains.overload import SCENARIOS, Clock, Scenario, Times, make_domain
-from sao_jax import loop
-from sao_jax.config import CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig
+from experiments.support import chaos_run, command
+from experiments.tasks.overload import SCENARIOS, Clock, Scenario, Times, make_domain
 from sao_jax.io.console import Console
 from sao_jax.learner import OptimizerConfig
-from sao_jax.rollout import EpisodeRequest, TrajectoryQueue, sources
+from sao_jax.rollout import EpisodeRequest, TrajectoryQueue, schedules
+from sao_jax.training import loop
+from sao_jax.training.config import CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig
 from sao_jax.types import Trajectory
 
 GROWTH: Mapping[str, tuple[float, float]] = {
@@ -56,7 +56,7 @@ FEWEST_SAMPLES = 16
 
 
 def make_config(scenario: Scenario, times: Times) -> RunConfig:
-  """The job of `experiments.chaos_run`, in the background, as the scenario wants it."""
+  """The job of `experiments.support.chaos_run`, in the background, as the scenario wants it."""
   steps = 10**7 if scenario.episodes is None else -(-scenario.episodes // chaos_run.BATCH_SIZE)
   base = chaos_run.make_config("async", num_steps=steps)
   rows = 1 if scenario.max_len > 128 else base.learner.rows_per_microbatch
@@ -84,7 +84,7 @@ def _nothing(*_: Any) -> None:
 class Books:
   """When episodes started, ended and were used, and when the learner got its batches; one per process.
 
-  It wraps methods of the queue and of the source, as `experiments.chaos_run` does.
+  It wraps methods of the queue and of the source, as `experiments.support.chaos_run` does.
   """
 
   def __init__(self, learner_s: float):
@@ -104,7 +104,7 @@ class Books:
     self._wrap(TrajectoryQueue, "start", before=self._note_start)
     self._wrap(TrajectoryQueue, "put", before=self._note_end, after=self._note_put)
     self._wrap(TrajectoryQueue, "fail", after=self._note_fail)
-    original = sources.AsyncSource.next_batch
+    original = schedules.AsyncSource.next_batch
 
     @functools.wraps(original)
     def next_batch(source: Any, *args: Any) -> list[Trajectory]:
@@ -114,7 +114,7 @@ class Books:
       time.sleep(self._learner_s)
       return batch
 
-    sources.AsyncSource.next_batch = next_batch  # type: ignore[method-assign]
+    schedules.AsyncSource.next_batch = next_batch  # type: ignore[method-assign]
 
   @property
   def warm(self) -> bool:

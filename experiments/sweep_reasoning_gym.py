@@ -23,8 +23,8 @@ from typing import Any
 
 from absl import flags
 
-from experiments import command
-from sao_jax.envs.reasoning_gym_env import ReasoningGym, ReasoningGymConfig, check_task
+from experiments.support import command
+from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig, check_task
 
 _MARK = "sweep_mark_7391"
 """Stands in attacks: text of an answer that is run has it in its code."""

@@ -12,16 +12,18 @@ from typing import Any
 from absl import app, flags, logging
 from rich.table import Table
 
-from experiments import command, config_flags, plots
-from experiments.domains.factory import make_domain
-from sao_jax import config as config_lib
-from sao_jax import exits, loop
-from sao_jax.config import RunConfig
-from sao_jax.interrupts import Interrupted, Interrupts
+from experiments import plots
+from experiments.support import command, config_flags
+from experiments.tasks.factory import make_domain
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.console import Console
-from sao_jax.sharding import distributed
+from sao_jax.parallel import distributed
+from sao_jax.training import config as config_lib
+from sao_jax.training import loop
+from sao_jax.training.config import RunConfig
+from sao_jax.training.signals import Interrupted, Interrupts
+from sao_jax.utils import process_exit
 
 DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
 
@@ -91,5 +93,5 @@ def success_table(summary: Mapping[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-  with exits.whatever_is_left():
+  with process_exit.whatever_is_left():
     command.run(main, flags_parser=config_flags.parser(RunConfig, default=DEFAULT_PRESET))

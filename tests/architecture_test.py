@@ -1,9 +1,10 @@
-"""The import rules and habits of the house, checked by reading the source: nothing is imported but by the last test."""
+"""Import rules and habits, checked by reading the source. The rules are the table in `CONTRIBUTING.md`."""
 
 from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 import tokenize
@@ -18,42 +19,23 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
 
-# What each room may import of the library, itself apart. A new room must be entered here.
-ROOMS = {
-  "version": set(),
-  "exits": set(),
-  "types": set(),
-  "axes": set(),
-  "extras": set(),
-  "foreign": {"extras"},
-  "ops": {"types"},
-  "models": {"types", "axes", "ops", "foreign"},
-  "envs": {"types", "ops", "extras"},
-  "tokenizers": {"types", "foreign", "extras"},
-  "rollout": {"types", "ops", "extras"},
-  "learner": {"types", "axes", "ops"},
-  "sharding": {"types", "axes"},
-  "io": {"types", "version", "foreign"},
-}
-WIRING = {
-  "__init__", "components", "config", "evaluation", "guards", "interrupts", "loop", "placement", "processes",
-  "progress", "stages",
-}  # fmt: skip
 
-# Commands inside a room: what they wire up besides.
-COMMANDS = {"sao_jax/rollout/serve.py": {"exits", "foreign", "models", "tokenizers"}}
 
-# Packages from elsewhere that only the named rooms may import.
-CONFINED = {
-  "aiohttp": {"rollout"},
-  "flax": {"models"},
-  "optax": {"learner", "config", "loop"},
-  "orbax": {"io"},
-  "ray": {"rollout"},
-  "reasoning_gym": {"envs"},
-  "safetensors": {"io", "models", "rollout"},
-  "tensorboardX": {"io"},
-}
+def rules(text: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+  """The table of `CONTRIBUTING.md`: what each package may import of the library, and the libraries confined to some.
+
+  Rows look like ``| `learner` | ... | `types`, `ops` | `optax` |``; the cell "everything" stands for all packages.
+  """
+  internal: dict[str, set[str]] = {}
+  confined: dict[str, set[str]] = {}
+  for package, _, may_import, libraries in re.findall(r"^\| `(\w+)` \|(.*?)\|(.*?)\|(.*?)\|$", text, re.MULTILINE):
+    internal[package] = set(re.findall(r"`(\w+)`", may_import)) or ({"*"} if "everything" in may_import else set())
+    for library in re.findall(r"`(\w+)`", libraries):
+      confined.setdefault(library, set()).add(package)
+  return internal, confined
+
+
+PACKAGES, CONFINED = rules((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 OPS_MAY_IMPORT = {
   "__future__", "abc", "chex", "collections", "dataclasses", "enum", "functools", "jax", "math", "numpy", "operator",
   "typing",
@@ -78,7 +60,7 @@ def name_of(path: pathlib.Path) -> str:
   return path.relative_to(ROOT).as_posix()
 
 
-def room_of(path: pathlib.Path) -> str:
+def package_of(path: pathlib.Path) -> str:
   return pathlib.PurePath(path.relative_to(ROOT / "sao_jax").parts[0]).stem
 
 
@@ -98,9 +80,10 @@ def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def import_faults(path: pathlib.Path, tree: ast.Module) -> list[str]:
   faults = []
-  room = room_of(path)
-  if room not in ROOMS and room not in WIRING:
-    return [f"{name_of(path)}: room {room!r} is not in ROOMS of tests/architecture_test.py: enter what it may import"]
+  package = package_of(path)
+  if package not in PACKAGES:
+    return [f"{name_of(path)}: package {package!r} is not in the table of CONTRIBUTING.md: enter what it may import"]
+  allowed = PACKAGES[package]
   for line, name in imports(tree):
     top = name.split(".")[0]
     where = f"{name_of(path)}:{line}"
@@ -108,19 +91,29 @@ def import_faults(path: pathlib.Path, tree: ast.Module) -> list[str]:
       faults.append(f"{where}: relative import {name!r}; write it out")
     elif top in ("experiments", "tests"):
       faults.append(f"{where}: the library imports {name}")
-    elif top == "sao_jax" and room in ROOMS:
+    elif top == "sao_jax":
       parts = name.split(".")
       target = parts[1] if len(parts) > 1 else "the package itself"
-      if target != room and target not in ROOMS[room] | COMMANDS.get(name_of(path), set()):
-        allowed = sorted(ROOMS[room]) or "nothing of the library"
-        faults.append(f"{where}: {room} imports {name}; it may import {allowed}")
-    elif room == "ops" and top not in OPS_MAY_IMPORT and top != "sao_jax":
+      if target != package and target not in allowed and "*" not in allowed:
+        faults.append(f"{where}: {package} imports {name}; it may import {sorted(allowed) or 'nothing of the library'}")
+    elif package == "ops" and top not in OPS_MAY_IMPORT:
       faults.append(f"{where}: ops imports {name}; it may import {sorted(OPS_MAY_IMPORT)}")
-    elif top in CONFINED and room not in CONFINED[top]:
+    elif top in CONFINED and package not in CONFINED[top]:
       faults.append(f"{where}: {name} belongs to {sorted(CONFINED[top])}")
     if name.startswith("absl.flags"):
       faults.append(f"{where}: the library never reads flags")
   return faults
+
+
+def caller_faults(path: pathlib.Path, tree: ast.Module) -> list[str]:
+  """The library never names its caller, not in a string either (docstrings may)."""
+  documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+  return [
+    f"{name_of(path)}:{node.lineno}: the library names its caller: {node.value!r}"
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
+    and re.search(r"\bexperiments\.|--stage\b", node.value)
+  ]  # fmt: skip
 
 
 def call_name(node: ast.Call) -> str:
@@ -222,6 +215,10 @@ def test_import_rules():
   report([fault for path in LIBRARY for fault in import_faults(path, parse(path))])
 
 
+def test_the_library_never_names_its_caller():
+  report([fault for path in LIBRARY for fault in caller_faults(path, parse(path))])
+
+
 def test_no_work_and_no_mutable_state_at_import():
   report([fault for path in LIBRARY for fault in top_level_faults(path, parse(path))])
 
@@ -234,15 +231,19 @@ def test_sizes():
   report([fault for path in LIBRARY + EXPERIMENTS for fault in size_faults(path, parse(path))])
 
 
-def test_every_room_is_a_package_and_has_tests():
-  rooms = [path for path in (ROOT / "sao_jax").iterdir() if path.is_dir() and list(path.glob("*.py"))]
-  report([f"{name_of(room)} lacks __init__.py" for room in rooms if not (room / "__init__.py").exists()])
-  tested = {path.parent.name for path in (ROOT / "tests").glob("*/*_test.py")}
-  report([f"tests/{room.name} holds no test" for room in rooms if room.name not in tested])
+def test_every_package_exists_and_has_tests():
+  packages = [path for path in (ROOT / "sao_jax").rglob("*") if path.is_dir() and list(path.glob("*.py"))]
+  report([f"{name_of(package)} lacks __init__.py" for package in packages if not (package / "__init__.py").exists()])
+  tests = [path.relative_to(ROOT / "tests").parts for path in (ROOT / "tests").rglob("*_test.py")]
+  for package in packages:
+    parts = package.relative_to(ROOT / "sao_jax").parts
+    assert any(test[: len(parts)] == parts for test in tests), f"tests/{'/'.join(parts)} holds no test"
+  listed = {path.stem for path in (ROOT / "sao_jax").iterdir() if path.suffix == ".py" or path in packages}
+  assert set(PACKAGES) == listed, "the table of CONTRIBUTING.md and the packages differ"
 
 
 @pytest.mark.parametrize(
-  ("check", "room", "source", "fault"),
+  ("check", "package", "source", "fault"),
   [
     (import_faults, "ops", "import flax", "ops imports flax"),
     (import_faults, "ops", "import threading", "ops imports threading"),
@@ -253,7 +254,9 @@ def test_every_room_is_a_package_and_has_tests():
     (import_faults, "io", "from . import metrics", "relative import"),
     (import_faults, "envs", "import experiments.train", "the library imports experiments.train"),
     (import_faults, "learner", "from flax import linen", "belongs to ['models']"),
-    (import_faults, "cellar", "", "not in ROOMS"),
+    (import_faults, "cellar", "", "not in the table"),
+    (caller_faults, "training", 'FACTORY = "experiments.tasks.chat:make"', "names its caller"),
+    (caller_faults, "training", 'raise ValueError("give --stage=all")', "names its caller"),
     (top_level_faults, "ops", "import jax.numpy as jnp\nZERO = jnp.zeros(3)", "calls zeros"),
     (top_level_faults, "io", "print(1)", "work at import"),
     (top_level_faults, "io", "LOCK = threading.Lock()", "calls Lock"),
@@ -268,9 +271,9 @@ def test_every_room_is_a_package_and_has_tests():
     (size_faults, "io", "def f():\n" + "  x = 1\n" * 70, "f has 71 lines"),
   ],
 )  # fmt: skip
-def test_the_checks_find_faults(check, room, source, fault, tmp_path, monkeypatch):
+def test_the_checks_find_faults(check, package, source, fault, tmp_path, monkeypatch):
   monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-  path = tmp_path / "sao_jax" / room / "module.py"
+  path = tmp_path / "sao_jax" / package / "module.py"
   path.parent.mkdir(parents=True)
   path.write_text(source)
   assert any(fault in found for found in check(path, parse(path)))

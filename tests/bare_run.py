@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from sao_jax.config import CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig
 from sao_jax.learner import OptimizerConfig, learner_config
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig
+from sao_jax.training.config import CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig
 from sao_jax.types import Domain, Split, Step
 from tests.tiny_domain import VOCABULARY, TinyEnv, tiny_domain
 

@@ -14,7 +14,7 @@ import pytest
 from nbclient import NotebookClient
 
 from experiments.ablations import suites
-from sao_jax import config as config_lib
+from sao_jax.training import config as config_lib
 from tests.child_environment import FAST_COMPILE
 from tests.experiments import tiny_base
 

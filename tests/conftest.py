@@ -27,4 +27,4 @@ hypothesis.settings.load_profile("suite")
 @pytest.fixture(autouse=True)
 def no_run_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
   """A signal that meets a main thread which goes on compiling would end the process: here that of all tests."""
-  monkeypatch.setattr("sao_jax.interrupts._PATIENCE_S", 1000.0)
+  monkeypatch.setattr("sao_jax.training.signals._PATIENCE_S", 1000.0)

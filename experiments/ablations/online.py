@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from experiments import plots
 from experiments.ablations import tables
 from experiments.ablations.suites import Suite
-from experiments.domains.options import checked
 from experiments.online.questions import STYLES
 from experiments.online.simulation import SimulationConfig
+from experiments.tasks.options import checked
 
 WINDOW = 10
 """Learner steps over which training success is averaged."""

@@ -11,15 +11,16 @@ from typing import Any
 import jax
 from absl import flags, logging
 
-from experiments import command
 from experiments.ablations import suites
-from experiments.domains.factory import FactoryError, import_named, make_domain
 from experiments.online import simulation
-from sao_jax import loop, models, stages
-from sao_jax.components import Components
-from sao_jax.config import RunConfig
-from sao_jax.interrupts import Interrupts
+from experiments.support import command
+from experiments.tasks.factory import FactoryError, import_named, make_domain
+from sao_jax import models
 from sao_jax.io.console import Console
+from sao_jax.training import loop, stages
+from sao_jax.training.components import Components
+from sao_jax.training.config import RunConfig
+from sao_jax.training.signals import Interrupts
 
 
 def base_config(factory: str, *, quick: bool) -> RunConfig:

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sao_jax.config import CriticConfig, RunConfig, WarmStartConfig
 from sao_jax.learner.algorithms import ALGORITHMS
+from sao_jax.training.config import CriticConfig, RunConfig, WarmStartConfig
 
 GROUP_SIZE = 8
 REFERENCE = "SAO"

@@ -34,16 +34,16 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from experiments import command
-from experiments.cluster.simulator import ClusterConfig, Result, Schedule, simulate
-from experiments.cluster.workload import Episode, LogNormal
-from sao_jax.components import Components
-from sao_jax.config import RunConfig
+from experiments.simulator.simulator import ClusterConfig, Result, Schedule, simulate
+from experiments.simulator.workload import Episode, LogNormal
+from experiments.support import command
 from sao_jax.learner import LearnerState, OptimizerConfig, learner_config
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig, TrajectoryQueue
 from sao_jax.rollout.requests import RequestStream
-from sao_jax.rollout.sources import AsyncSource, BatchSource
+from sao_jax.rollout.schedules import AsyncSource, BatchSource
+from sao_jax.training.components import Components
+from sao_jax.training.config import RunConfig
 from sao_jax.types import Domain, Environment, Split, Step, Trajectory
 
 SCHEDULES = ("sync", "group", "async")
@@ -218,7 +218,7 @@ def measure(schedule: str, *, batch_size: int, slots: int, steps: int, warmup_st
 def _step(
   parts: Components, state: LearnerState, step: int, source: BatchSource
 ) -> tuple[LearnerState, tuple[list[Trajectory], float]]:
-  """One step as in `sao_jax.loop`; returns its trajectories and the learner's seconds too."""
+  """One step as in `sao_jax.training.loop`; returns its trajectories and the learner's seconds too."""
   trajectories = source.next_batch(version=step - 1)
   began = time.perf_counter()
   batch, packed = parts.pack(trajectories)

@@ -23,19 +23,19 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from experiments import command
-from experiments.domains import tool_math
 from experiments.presets import tool_math_cpu
-from sao_jax import config as config_lib
-from sao_jax import stages
-from sao_jax.components import Components
-from sao_jax.config import RunConfig
-from sao_jax.guards import UpdateGuard
+from experiments.support import command
+from experiments.tasks import tool_math
 from sao_jax.io.checkpoints import Checkpointer
-from sao_jax.loop import Run
-from sao_jax.progress import Progress
 from sao_jax.rollout import TrajectoryQueue
-from sao_jax.rollout.sources import AsyncSource
+from sao_jax.rollout.schedules import AsyncSource
+from sao_jax.training import config as config_lib
+from sao_jax.training import stages
+from sao_jax.training.components import Components
+from sao_jax.training.config import RunConfig
+from sao_jax.training.health import UpdateGuard
+from sao_jax.training.loop import Run
+from sao_jax.training.metrics import Progress
 from sao_jax.types import Domain, Trajectory
 
 

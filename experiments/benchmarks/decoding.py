@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sao_jax.extras import needed
 from sao_jax.models import ModelConfig, cached_policy
 from sao_jax.rollout import Sampler, SamplerSpec
-from sao_jax.rollout.config import bucket
-from sao_jax.rollout.sampler import PrefillRow, RowState
+from sao_jax.rollout.engine.config import bucket
+from sao_jax.rollout.engine.sampler import PrefillRow, RowState
 from sao_jax.types import Params
+from sao_jax.utils.extras import needed
 
 MODEL = ModelConfig(
   vocab_size=1024,

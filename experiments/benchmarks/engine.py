@@ -24,8 +24,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments import command
 from experiments.benchmarks import decoding
+from experiments.support import command
 from sao_jax.models import init_policy
 from sao_jax.rollout import Engine, EngineConfig, EpisodeRequest
 from sao_jax.types import Params, Step

@@ -33,8 +33,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sao_jax.extras import needed
 from sao_jax.ops import _recurrences, advantages
+from sao_jax.utils.extras import needed
 
 SHAPES = ((8, 1_024), (8, 16_384), (4, 131_072))
 Rows = tuple[jax.Array, ...]

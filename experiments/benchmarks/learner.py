@@ -42,14 +42,14 @@ import numpy as np
 from absl import app, flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments import command
 from experiments.benchmarks import decoding
-from sao_jax import sharding
-from sao_jax.extras import needed
+from experiments.support import command
+from sao_jax import parallel
 from sao_jax.learner import LearnerConfig, learner_config, pack
 from sao_jax.learner.update import PolicyOutputs, policy_gradient
 from sao_jax.models import ModelConfig, init_policy, policy_apply
 from sao_jax.types import TokenBatch, Trajectory
+from sao_jax.utils.extras import needed
 
 ROWS, LENGTH = 8, 288
 
@@ -92,8 +92,8 @@ def ours(
   config: LearnerConfig, params: Any, mesh: Mesh, *, model: ModelConfig = decoding.MODEL
 ) -> Callable[[TokenBatch], Any]:
   """`f(batch)`: the learner's loss and gradient, as its step computes them on a mesh."""
-  apply = sharding.hold_sharded(policy_apply(model), mesh)
-  params = sharding.place(params, mesh)
+  apply = parallel.hold_sharded(policy_apply(model), mesh)
+  params = parallel.place(params, mesh)
 
   def gradient(params: Any, batch: TokenBatch) -> Any:
     zeros = jnp.zeros_like(batch.rewards)
@@ -102,7 +102,7 @@ def ours(
       denominator=jnp.sum(batch.action_mask), written=PolicyOutputs(zeros, zeros),
     )  # fmt: skip
 
-  jitted = jax.jit(sharding.on_mesh(gradient, mesh))
+  jitted = jax.jit(parallel.on_mesh(gradient, mesh))
   return lambda batch: jitted(params, batch)
 
 
@@ -137,7 +137,7 @@ def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
     """On all devices of the mesh its rows are split, and the compiler does the rest, as for ours."""
     # Rows of padding, where microbatches have more than there are, are computed as ours are.
     tokens = jax.device_put(batch.tokens.reshape(-1, LENGTH), NamedSharding(mesh, PartitionSpec("data")))
-    placed = jax.device_put(weights, sharding.replicated(mesh))
+    placed = jax.device_put(weights, parallel.replicated(mesh))
     return lambda: gradient(placed, tokens)
 
   return call
@@ -145,7 +145,7 @@ def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
 
 def data_mesh(devices: Sequence[jax.Device]) -> Mesh:
   """A mesh that splits rows."""
-  return sharding.make_mesh(sharding.MeshConfig(data=len(devices)), devices)
+  return parallel.make_mesh(parallel.MeshConfig(data=len(devices)), devices)
 
 
 def make_contenders(
@@ -160,7 +160,7 @@ def make_contenders(
     loss = ours(config, params, mesh)
     batches = make_batches(0, rows_per_microbatch * len(devices))
     for name, (batch, tokens) in batches.items():
-      placed = jax.device_put(batch, sharding.batch_shardings(batch, mesh))
+      placed = jax.device_put(batch, parallel.batch_shardings(batch, mesh))
       contenders[name + where] = (lambda loss=loss, placed=placed: loss(placed), tokens, tokens / batch.tokens.size)
     if peer is not None:
       contenders["tunix" + where] = (peer(batches["full"][0], mesh), batches["full"][1], 1.0)
@@ -217,7 +217,7 @@ def row_growth(lengths: Sequence[int], chunk_size: int) -> dict[str, float]:
     batch, _ = pack(
       [make_trajectory(np.random.default_rng(0), length, 0)], row_length=length, rows_per_microbatch=1, alpha=1.5
     )
-    placed = jax.device_put(batch, sharding.batch_shardings(batch, mesh))
+    placed = jax.device_put(batch, parallel.batch_shardings(batch, mesh))
     jax.block_until_ready(loss(placed))
     began = time.perf_counter()
     jax.block_until_ready(loss(placed))

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments import command
 from experiments.benchmarks import decoding
+from experiments.support import command
 from sao_jax.learner import init_state, learner_config, split
 from sao_jax.models import init_critic, init_policy
 from sao_jax.ops import logprobs

@@ -18,8 +18,8 @@ from typing import Any
 
 from absl import flags
 
-from experiments import command
-from sao_jax.envs.tools import PythonTool, PythonToolConfig
+from experiments.support import command
+from sao_jax.envs.sandbox import PythonTool, PythonToolConfig
 
 _CALLS = flags.DEFINE_integer("calls", 500, "Number of calls per measurement.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", 8, "Concurrent callers in the throughput measurement.", lower_bound=1)

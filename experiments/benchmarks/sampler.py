@@ -26,10 +26,10 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import command
 from experiments.benchmarks import decoding
-from sao_jax.extras import needed
+from experiments.support import command
 from sao_jax.models import init_policy
+from sao_jax.utils.extras import needed
 
 
 class _NumberTokenizer:

@@ -13,19 +13,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.domains.options import checked
 from experiments.online import questions
 from experiments.online.judges import ChatJudge, Judge, Remembering
 from experiments.online.questions import STYLES
 from experiments.online.rule_judge import RuleJudge
-from sao_jax import config as config_lib
-from sao_jax import evaluation, stages
-from sao_jax.components import Components
-from sao_jax.config import RunConfig
-from sao_jax.interrupts import Interrupts
+from experiments.tasks.options import checked
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.console import Console
-from sao_jax.progress import Progress, Records
+from sao_jax.training import config as config_lib
+from sao_jax.training import evaluation, stages
+from sao_jax.training.components import Components
+from sao_jax.training.config import RunConfig
+from sao_jax.training.metrics import Progress, Records
+from sao_jax.training.signals import Interrupts
 from sao_jax.types import Domain, Environment, Split, Step, Trajectory
 
 
@@ -197,7 +197,7 @@ def train(
 def _reinforce(
   parts: Components, simulation: Simulation, state: Any, folder: pathlib.Path, interrupts: Interrupts
 ) -> list[float]:
-  """The loop of `sao_jax.loop`, with the preference and evaluations in between; returns the success of these."""
+  """Run the loop of `sao_jax.training.loop` with the preference and evaluations in between; return their success."""
   config, settings = parts.config, simulation.config
   source, progress = parts.make_source(), Progress(parts)
   (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was stopped

@@ -1,1 +1,1 @@
-"""Presets: files whose `get_config()` returns the ConfigDict of a `sao_jax.config.RunConfig`."""
+"""Presets: files whose `get_config()` returns the ConfigDict of a `sao_jax.training.config.RunConfig`."""

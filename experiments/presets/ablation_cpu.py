@@ -1,6 +1,6 @@
 """The run that all arms of `experiments.ablate` share: a minute on one CPU core, so that arms x seeds fit in an hour.
 
-Problems of `experiments.domains.bisection`, a policy of 27,000 parameters. The schedule is `lagged`: a batch is begun
+Problems of `experiments.tasks.bisection`, a policy of 27,000 parameters. The schedule is `lagged`: a batch is begun
 with weights that are four versions old and the engine goes one version up with every action, so that trajectories are
 of several versions, as in an asynchronous run, and yet a run repeats bit for bit.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ml_collections
 
-from experiments.config_flags import to_config_dict
-from experiments.domains.bisection import BisectionTokenizer
-from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig, WarmStartConfig
+from experiments.support.config_flags import to_config_dict
+from experiments.tasks.bisection import BisectionTokenizer
 from sao_jax.learner import LearnerConfig, OptimizerConfig
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig
+from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig, WarmStartConfig
 
 MAX_LEN = 36
 """A prompt, five guesses and what comes back."""
@@ -68,7 +68,7 @@ def make_config() -> RunConfig:
       env_workers=0,
       prefix_rows=0,
     ),
-    env=EnvConfig(factory="experiments.domains.bisection:make_domain"),
+    env=EnvConfig(factory="experiments.tasks.bisection:make_domain"),
     checkpoint=CheckpointConfig(every_steps=500, keep=1),
   )
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import ml_collections
 
-from experiments.config_flags import to_config_dict
 from experiments.online.questions import WordTokenizer
 from experiments.presets import ablation_cpu
-from sao_jax.config import EnvConfig, RunConfig
+from experiments.support.config_flags import to_config_dict
+from sao_jax.training.config import EnvConfig, RunConfig
 
 MAX_LEN = 48
 PHASE_STEPS = 150

@@ -6,10 +6,10 @@ import dataclasses
 import pathlib
 
 from experiments.presets.model_configs import qwen3_30b_a3b
-from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
 from sao_jax.learner import OptimizerConfig, learner_config
+from sao_jax.parallel import MeshConfig
 from sao_jax.rollout import EngineConfig
-from sao_jax.sharding import MeshConfig
+from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
 
 PAPER_LEN = 131_072
 VALUE_OPTIMIZER = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)

@@ -14,12 +14,12 @@ import dataclasses
 
 import ml_collections
 
-from experiments.config_flags import to_config_dict
 from experiments.presets.model_configs import qwen3_0p6b
 from experiments.presets.published import VALUE_OPTIMIZER, find_checkpoint
-from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
+from experiments.support.config_flags import to_config_dict
 from sao_jax.learner import OptimizerConfig, learner_config
 from sao_jax.rollout import EngineConfig
+from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
 
 MAX_LEN = 8_192
 
@@ -70,6 +70,6 @@ def make_config(checkpoint: str) -> RunConfig:
       live_buckets=(1_024, 4_096, MAX_LEN),
       env_workers=32,
     ),
-    env=EnvConfig(factory="experiments.domains.chat:math", options=options),
+    env=EnvConfig(factory="experiments.tasks.chat:math", options=options),
     checkpoint=CheckpointConfig(every_steps=10),
   )

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ml_collections
 
-from experiments.config_flags import to_config_dict
 from experiments.presets.published import find_checkpoint, paper_config
-from sao_jax.config import EnvConfig, RunConfig
+from experiments.support.config_flags import to_config_dict
+from sao_jax.training.config import EnvConfig, RunConfig
 
 MAX_TURNS = 300
 
@@ -28,5 +28,5 @@ def get_config(checkpoint: str = "Qwen3-30B-A3B-Thinking-2507") -> ml_collection
 def make_config(checkpoint: str) -> RunConfig:
   """The preset as a dataclass, for use from Python."""
   options = {"checkpoint": checkpoint, "max_turns": MAX_TURNS}
-  env = EnvConfig(factory="experiments.domains.chat:coding", options=options)
+  env = EnvConfig(factory="experiments.tasks.chat:coding", options=options)
   return paper_config(checkpoint, env, eps_low=0.8, eps_high=3.0, max_turns=MAX_TURNS)

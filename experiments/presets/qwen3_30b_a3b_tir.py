@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import ml_collections
 
-from experiments.config_flags import to_config_dict
 from experiments.presets.published import find_checkpoint, paper_config
-from sao_jax.config import EnvConfig, RunConfig
+from experiments.support.config_flags import to_config_dict
+from sao_jax.training.config import EnvConfig, RunConfig
 
 MAX_TURNS = 50
 
@@ -33,5 +33,5 @@ def make_config(checkpoint: str) -> RunConfig:
     "tool": True,
     "max_turns": MAX_TURNS,
   }
-  env = EnvConfig(factory="experiments.domains.chat:math", options=options)
+  env = EnvConfig(factory="experiments.tasks.chat:math", options=options)
   return paper_config(checkpoint, env, eps_low=0.3, eps_high=5.0, max_turns=MAX_TURNS)

@@ -9,9 +9,9 @@ import dataclasses
 
 import ml_collections
 
-from experiments.config_flags import to_config_dict
 from experiments.presets import tool_math_cpu
-from sao_jax.config import EnvConfig
+from experiments.support.config_flags import to_config_dict
+from sao_jax.training.config import EnvConfig
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -17,11 +17,11 @@ import pathlib
 
 import ml_collections
 
-from experiments.config_flags import to_config_dict
 from experiments.presets.model_configs import smollm2_135m
-from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
+from experiments.support.config_flags import to_config_dict
 from sao_jax.learner import LearnerConfig, OptimizerConfig
 from sao_jax.rollout import EngineConfig
+from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
 
 MAX_LEN = 64
 TEMPERATURE = 0.7
@@ -83,7 +83,7 @@ def make_config(checkpoint: pathlib.Path) -> RunConfig:
       env_workers=4,
     ),
     env=EnvConfig(
-      factory="experiments.domains.chat:reasoning_gym",
+      factory="experiments.tasks.chat:reasoning_gym",
       options={
         "checkpoint": str(checkpoint),
         "task": "chain_sum",

@@ -13,12 +13,12 @@ import dataclasses
 
 import ml_collections
 
-from experiments.config_flags import to_config_dict
-from sao_jax.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig, WarmStartConfig
+from experiments.support.config_flags import to_config_dict
 from sao_jax.learner import LearnerConfig, OptimizerConfig
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig
 from sao_jax.tokenizers import MathTokenizer
+from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig, WarmStartConfig
 
 MAX_LEN = 128
 WARM_START_STEPS = 800
@@ -75,7 +75,10 @@ def make_config() -> RunConfig:
       prefill_tokens=(16, 32),
       env_workers=64,  # one per slot: a slow tool holds up no other episode
     ),
-    env=EnvConfig(options={"train_size": 20_000, "max_turns": 6, "tool_sleep_s": 0.0}),
+    env=EnvConfig(
+      factory="experiments.tasks.tool_math:make_domain",
+      options={"train_size": 20_000, "max_turns": 6, "tool_sleep_s": 0.0},
+    ),
     checkpoint=CheckpointConfig(every_steps=50),
   )
 

@@ -13,9 +13,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sao_jax import foreign, types
+from sao_jax import types
 from sao_jax.io import trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
+from sao_jax.utils import untrusted_files
 
 KEPT = 16
 """Batches that stay, the newest."""
@@ -61,7 +62,7 @@ def read(workdir: str | os.PathLike[str], step: int) -> tuple[dict[str, Any], li
     ValueError: a file is damaged; the message names it.
   """
   path = report_path(workdir, step)
-  report = foreign.read_object(path)
+  report = untrusted_files.read_object(path)
   return report, trajectory_arrays.read(path.with_suffix(".safetensors"))
 
 

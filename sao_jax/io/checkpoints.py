@@ -19,8 +19,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sao_jax import types, version
-from sao_jax.io import checksums, copies, processes, trajectory_arrays
+from sao_jax.io import checksums, processes, trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
+from sao_jax.parallel import copies
 
 _FORMAT = 1
 """Of the folder's layout and of what a run writes into it; raised when older ones can no longer be read."""

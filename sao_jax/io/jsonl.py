@@ -9,8 +9,8 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sao_jax import foreign
 from sao_jax.io import workdir as workdir_lib
+from sao_jax.utils import untrusted_files
 
 
 class JsonlFile:
@@ -42,7 +42,7 @@ def read_rows(path: str | os.PathLike[str], *, max_line_bytes: int = 1 << 26) ->
   Raises:
     ValueError: a line that is no JSON object or too long; the message holds path and line number.
   """
-  foreign.check_regular(path)
+  untrusted_files.check_regular(path)
   with open(path, "rb") as file:
     number = 0
     while line := file.readline(max_line_bytes + 1):

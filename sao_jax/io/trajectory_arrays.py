@@ -16,8 +16,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from sao_jax import foreign, types
+from sao_jax import types
 from sao_jax.io import workdir as workdir_lib
+from sao_jax.utils import untrusted_files
 
 PER_TOKEN: Mapping[str, Any] = {
   "tokens": np.int32,
@@ -106,7 +107,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
   Raises:
     ValueError: not such a file; its header is checked against its size before anything is held in memory.
   """
-  foreign.check_regular(path)
+  untrusted_files.check_regular(path)
   try:
     return safetensors.numpy.load_file(path)
   except (safetensors.SafetensorError, KeyError, TypeError, struct.error) as error:

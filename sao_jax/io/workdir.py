@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from sao_jax import foreign
+from sao_jax.utils import untrusted_files
 
 SUMMARY_KEYS = (
   "success_before", "success_after", "n", "seconds_total", "seconds_by_stage", "num_steps", "dropped_stale",
@@ -178,7 +178,7 @@ def write_or_check_config(
   path = pathlib.Path(workdir) / "config.json"
   if path.exists():
     try:
-      recorded = foreign.read_object(path)
+      recorded = untrusted_files.read_object(path)
     except ValueError as error:
       raise ValueError(f"{error} Choose another --workdir, or remove it.") from error
     if lines := config_differences(recorded, config, may_differ=may_differ, may_be_missing=may_be_missing):

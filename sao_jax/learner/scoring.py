@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sao_jax.axes import ROWS, axes_for
 from sao_jax.ops import logprobs, masking
+from sao_jax.parallel.axes import ROWS, axes_for
 from sao_jax.types import PolicyOutput, TokenBatch
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sao_jax.models.checkpoint import load_hf, save_hf
+from sao_jax.models.checkpoints.gguf import load_gguf
+from sao_jax.models.checkpoints.huggingface import load_hf, save_hf
 from sao_jax.models.config import ModelConfig, RopeScaling
-from sao_jax.models.gguf_checkpoint import load_gguf
 from sao_jax.models.heads import (
   cached_policy,
   init_critic,

@@ -21,10 +21,9 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
-from jax.sharding import PartitionSpec as P
 
-from sao_jax.axes import ROWS, axes_for
-from sao_jax.models.mesh import ambient_mesh
+from sao_jax.models.attention_specs import attention_specs
+from sao_jax.parallel.constraints import ambient_mesh
 
 CHUNKED_FROM = 8192
 _HALVED_FROM = 128
@@ -140,17 +139,10 @@ def _chunked(
   return jnp.moveaxis(out, 0, 1).reshape(q.shape)
 
 
-def specs(mesh: AbstractMesh, q: jax.Array, k: jax.Array) -> tuple[P, P, P, P]:
-  """Of queries `[B, T, H, Dh]`, of keys and values, of the queries' segments `[B, T]` and of the keys'."""
-  rows, context = axes_for(mesh, q.shape[0], *ROWS) or None, axes_for(mesh, q.shape[1], "context") or None
-  heads = axes_for(mesh, k.shape[2], "tensor") or None
-  return P(rows, context, heads, None), P(rows, None, heads, None), P(rows, context), P(rows, None)
-
-
 def _chunked_on_mesh(
   mesh: AbstractMesh, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float
 ) -> jax.Array:
-  queries, keys, query_segments, key_segments = specs(mesh, q, k)
+  queries, keys, query_segments, key_segments = attention_specs(mesh, q, k)
 
   def local(q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array, k_segments: jax.Array) -> jax.Array:
     first = jax.lax.axis_index("context") * q.shape[1] if queries[1] else jnp.int32(0)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from sao_jax.axes import EXPERT_SHARD, ROWS, axes_for
-from sao_jax.models.mesh import ambient_mesh
+from sao_jax.parallel.axes import EXPERT_SHARD, ROWS, axes_for
+from sao_jax.parallel.constraints import ambient_mesh
 
 Kernels = TypeVar("Kernels", bound=tuple[jax.Array, ...])
 ExpertMlp: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, Kernels], jax.Array]

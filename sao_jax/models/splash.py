@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sao_jax.models.attention import specs
+from sao_jax.models.attention_specs import attention_specs
 
 _BLOCK = 512
 _LANES = 128
@@ -57,7 +57,7 @@ def attend(
   if mesh is None:
     kernel = make_kernel(q.shape[2], q.shape[1], head_shards=1, query_shards=1, interpret=interpret)
     return _run(kernel, q, k, v, segment_ids, segment_ids)
-  queries, keys, query_segments, key_segments = specs(mesh, q, k)
+  queries, keys, query_segments, key_segments = attention_specs(mesh, q, k)
   kernel = make_kernel(
     q.shape[2], q.shape[1], head_shards=mesh.shape["tensor"] if queries[2] else 1,
     query_shards=mesh.shape["context"] if queries[1] else 1, interpret=interpret,

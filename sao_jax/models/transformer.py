@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.layers import MLP, Attention, LayerCache, RMSNorm, rope_tables
-from sao_jax.models.mesh import hold, hold_residual, hold_tokens
 from sao_jax.models.moe import MoE
+from sao_jax.parallel.constraints import hold, hold_residual, hold_tokens
 from sao_jax.types import Cache
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from sao_jax.rollout.config import EngineConfig
-from sao_jax.rollout.engine import Engine, EngineThread, ParamsFor
+from sao_jax.rollout.engine.config import EngineConfig
+from sao_jax.rollout.engine.engine import Engine, EngineThread, ParamsFor
+from sao_jax.rollout.engine.sampler import Sampler, SamplerSpec, sample_tokens
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.failures import TooManyFailuresError
-from sao_jax.rollout.queue import TrajectoryQueue
-from sao_jax.rollout.sampler import Sampler, SamplerSpec, sample_tokens
-from sao_jax.rollout.weights import WeightStore
+from sao_jax.rollout.trajectory_queue import TrajectoryQueue
+from sao_jax.rollout.weight_sync import WeightStore
 
 __all__ = [
   "Engine",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sao_jax.rollout.config import EngineConfig
+from sao_jax.rollout.engine.config import EngineConfig
 from sao_jax.rollout.user_errors import describe
 from sao_jax.types import Ended, Step, Tokenizer, Trajectory
 

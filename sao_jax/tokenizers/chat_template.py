@@ -8,10 +8,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from sao_jax import foreign
-from sao_jax.extras import needed
 from sao_jax.tokenizers import quoting
 from sao_jax.tokenizers.hf_tokenizer import token_text
+from sao_jax.utils import untrusted_files
+from sao_jax.utils.extras import needed
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, with `tool_calls` and what else the template reads."""
@@ -72,9 +72,9 @@ class ChatTemplate:
     """
     directory = pathlib.Path(directory)
     path = directory / "tokenizer_config.json"
-    settings = foreign.read_object_if_there(path)
+    settings = untrusted_files.read_object_if_there(path)
     own_file = directory / "chat_template.jinja"
-    found = foreign.read_text(own_file) if own_file.exists() else settings.get("chat_template")
+    found = untrusted_files.read_text(own_file) if own_file.exists() else settings.get("chat_template")
     if isinstance(found, list):
       named = {
         entry.get("name"): entry.get("template")

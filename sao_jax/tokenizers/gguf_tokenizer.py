@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sao_jax import foreign
-from sao_jax.extras import needed
 from sao_jax.tokenizers.chat_template import ChatTemplate
 from sao_jax.tokenizers.hf_tokenizer import HFTokenizer
+from sao_jax.utils import untrusted_files
+from sao_jax.utils.extras import needed
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are found in text as wholes
 _SPLITS = ("gpt-2", "smollm")
@@ -24,7 +24,7 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
   Raises:
     ValueError: another vocabulary or split, or no chat template; the message names it.
   """
-  fields = foreign.open_gguf(path).fields
+  fields = untrusted_files.open_gguf(path).fields
 
   def get(name: str, kind: type[Any] = str, of: type[Any] | None = None) -> Any:
     if name not in fields:

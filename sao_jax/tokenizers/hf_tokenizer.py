@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from sao_jax import foreign
-from sao_jax.extras import needed
 from sao_jax.tokenizers import quoting
+from sao_jax.utils import untrusted_files
+from sao_jax.utils.extras import needed
 
 _MOST_BYTES = 1 << 28
 _NO_ID = 1 << 32
@@ -64,7 +64,7 @@ class HFTokenizer:
         that the vocabulary lacks.
     """
     path = pathlib.Path(directory) / "tokenizer.json"
-    serialized = foreign.read_text(path, most_bytes=_MOST_BYTES)
+    serialized = untrusted_files.read_text(path, most_bytes=_MOST_BYTES)
     try:
       if stop_tokens is None:
         stop_tokens = _stop_tokens(path.parent, serialized)
@@ -115,7 +115,7 @@ def _backend(serialized: str) -> Any:
 def _stop_tokens(directory: pathlib.Path, serialized: str) -> list[str]:
   """The stop tokens that a checkpoint's files name."""
   for name in ("generation_config.json", "config.json"):
-    ids = foreign.read_object_if_there(directory / name).get("eos_token_id")
+    ids = untrusted_files.read_object_if_there(directory / name).get("eos_token_id")
     if ids is None:
       continue
     listed = ids if isinstance(ids, list) else [ids]
@@ -125,7 +125,7 @@ def _stop_tokens(directory: pathlib.Path, serialized: str) -> list[str]:
     if len(known) < len(tokens):
       raise ValueError(f"{directory / name}: eos_token_id must be ids of the vocabulary; received {ids!r:.200}.")
     return known
-  token = foreign.read_object_if_there(directory / "tokenizer_config.json").get("eos_token")
+  token = untrusted_files.read_object_if_there(directory / "tokenizer_config.json").get("eos_token")
   if token is None:
     raise ValueError(f"{directory}: no eos_token_id in generation_config.json or config.json, and no eos_token in "
                      "tokenizer_config.json; give stop_tokens.")  # fmt: skip

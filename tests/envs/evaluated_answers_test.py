@@ -11,7 +11,7 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from sao_jax.envs import _evaluated_answers
-from sao_jax.envs.reasoning_gym_env import ReasoningGym, ReasoningGymConfig
+from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
 
 EVALUATING = _evaluated_answers.LITERAL_TASKS | set(_evaluated_answers.FORMS) - {"complex_arithmetic"}
 

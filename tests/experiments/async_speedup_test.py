@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.benchmarks import async_speedup
 from experiments.benchmarks.async_speedup import Replay, SlowTool, Span
-from experiments.cluster.workload import Episode
+from experiments.simulator.workload import Episode
 
 
 def test_run(monkeypatch):

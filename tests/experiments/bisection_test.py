@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.domains import bisection
 from experiments.presets import ablation_cpu
+from experiments.tasks import bisection
 
 
 def play(env, index, choose):

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import chaos, chaos_run
+from experiments import chaos
+from experiments.support import chaos_run
 
 
 def make_outcome(*, in_background: bool) -> chaos.Outcome:

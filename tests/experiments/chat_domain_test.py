@@ -7,8 +7,8 @@ import json
 import pytest
 from absl import logging
 
-from experiments.domains import chat, problem_file
-from sao_jax.envs.coding_tasks import read_human_eval
+from experiments.tasks import chat, problem_file
+from sao_jax.envs.coding.tasks import read_human_eval
 from tests.experiments.chat_checkpoint import write_tokenizer
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.cluster import simulator, workload
+from experiments.simulator import simulator, workload
 
 DECODE_S, TOOL_S, TRAIN_S, TRANSFER_S = 8.0, 2.0, 4.0, 1.0
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 from absl import app
 
-from experiments import command
+from experiments.support import command
 from sao_jax.io.workdir import WorkdirError, WorkdirLock
+from sao_jax.parallel import parse_mesh
 from sao_jax.rollout import TooManyFailuresError
-from sao_jax.sharding import parse_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import ml_collections
 import pytest
 from absl import flags
 
-from experiments import config_flags
+from experiments.support import config_flags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Outer:
 
 PRESET = """
 from tests.experiments import config_flags_test as t
-from experiments import config_flags
+from experiments.support import config_flags
 
 def get_config():
   return config_flags.to_config_dict(t.Outer(num_steps=3, options={"low": 1, "deep": {"a": "b"}}))

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
-from experiments.benchmarks import decoding, engine, residency, sampler
+from experiments.benchmarks import decoding, engine, kv_cache, sampler
 from sao_jax.models import cached_policy
 
 
@@ -71,7 +71,7 @@ def test_flops_are_those_of_the_weights():
 
 
 def test_residency(small_model, capsys):
-  result = residency.run(slots=2, max_lens=[16, 32], repeats=1)
+  result = kv_cache.run(slots=2, max_lens=[16, 32], repeats=1)
   assert [size["max_len"] for size in result["sizes"]] == [16, 32]
   for size in result["sizes"]:
     assert len(size["ms_to_feed"]) == size["max_len"] // 16 and min(size["ms_to_feed"]) > 0

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from absl import app, flags
 
-from experiments import benchmark_sets, evaluate
-from experiments.fingerprint import fingerprint
+from experiments import evaluate
+from experiments.support import benchmark_sets
+from experiments.support.fingerprint import fingerprint
 from sao_jax import models
 from sao_jax.io import trajectories as trajectory_io
 from tests.experiments.chat_domain_test import checkpoint as tokenizer_directory  # noqa: F401  (a fixture)

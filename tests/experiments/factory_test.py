@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from experiments.domains.factory import FactoryError, make_domain
 from experiments.presets import ablation_cpu
-from sao_jax.config import EnvConfig, RunConfig
+from experiments.tasks.factory import FactoryError, make_domain
+from sao_jax.training.config import EnvConfig, RunConfig
 
 
 def config_of(factory: str) -> RunConfig:
@@ -26,9 +26,9 @@ def test_a_domain_is_made_with_the_options() -> None:
   ("factory", "message"),
   [
     ("no_such_module:make_domain", r"received 'no_such_module:make_domain': No module named 'no_such_module'"),
-    ("experiments.domains.nothing:make_domain", r"received 'experiments.domains.nothing:make_domain'"),
-    ("experiments.domains.digits:make_domian", r"digits has no 'make_domian'; did you mean make_domain\?"),
-    ("experiments.domains.digits:x", r"digits has no 'x'; it has .*make_domain"),
+    ("experiments.tasks.nothing:make_domain", r"received 'experiments.tasks.nothing:make_domain'"),
+    ("experiments.tasks.digits:make_domian", r"digits has no 'make_domian'; did you mean make_domain\?"),
+    ("experiments.tasks.digits:x", r"digits has no 'x'; it has .*make_domain"),
   ],
 )
 def test_what_is_not_there_is_named(factory: str, message: str) -> None:
@@ -46,8 +46,8 @@ def test_a_module_that_lacks_something_itself_says_so(tmp_path, monkeypatch) -> 
 @pytest.mark.parametrize(
   ("factory", "message"),
   [
-    ("experiments.domains.bisection:make_domain", r"unexpected keyword argument 'tran'.*; it takes num_train_tasks, "),
-    ("experiments.domains.standard:textarena", r"unknown options of TextArenaConfig: tran; it has game"),
+    ("experiments.tasks.bisection:make_domain", r"unexpected keyword argument 'tran'.*; it takes num_train_tasks, "),
+    ("experiments.tasks.standard:textarena", r"unknown options of TextArenaConfig: tran; it has game"),
   ],
 )
 def test_options_that_it_does_not_take_are_named(factory: str, message: str) -> None:

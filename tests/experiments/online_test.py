@@ -18,10 +18,10 @@ from experiments.online.questions import STYLES
 from experiments.online.rule_judge import MARKERS, RuleJudge
 from experiments.online.simulation import Simulation, SimulationConfig
 from experiments.presets import online_cpu
-from sao_jax.interrupts import Interrupted
 from sao_jax.io.metrics import read_metrics
 from sao_jax.io.workdir import WorkdirLock
-from sao_jax.progress import Records
+from sao_jax.training.metrics import Records
+from sao_jax.training.signals import Interrupted
 from tests.experiments.style_texts import BLIND, SKY, TEXTS
 
 

@@ -13,14 +13,15 @@ import jax
 import pytest
 from absl import flags
 
-from experiments import config_flags, train
-from experiments.domains.factory import make_domain
+from experiments import train
 from experiments.presets import qwen3_0p6b_math, qwen3_30b_a3b_coding, qwen3_30b_a3b_tir, smollm2_135m_reasoning
+from experiments.support import config_flags
+from experiments.tasks.factory import make_domain
 from sao_jax import models
-from sao_jax.components import Components
-from sao_jax.config import RunConfig, to_json
+from sao_jax.parallel import MeshConfig
 from sao_jax.rollout import EngineConfig
-from sao_jax.sharding import MeshConfig
+from sao_jax.training.components import Components
+from sao_jax.training.config import RunConfig, to_json
 from tests.experiments.chat_checkpoint import write_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -134,9 +135,9 @@ def test_a_run_of_it_starts(name, tmp_path):
 LOWER = """
 import dataclasses, jax, sys
 jax.config.update("jax_num_cpu_devices", 8)
-from experiments import aot
+from experiments.support import aot
 from experiments.presets import qwen3_0p6b_math, qwen3_30b_a3b_coding, qwen3_30b_a3b_tir
-from sao_jax.sharding import MeshConfig, make_mesh
+from sao_jax.parallel import MeshConfig, make_mesh
 
 for preset, sizes in ((qwen3_0p6b_math, {}), (qwen3_30b_a3b_tir, {"fsdp": 2, "context": 4})):
   config = preset.make_config("nowhere")

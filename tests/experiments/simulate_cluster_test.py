@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments import simulate_cluster
-from experiments.cluster import workload
+from experiments.simulator import workload
 from sao_jax import types
 from sao_jax.io import trajectories
 

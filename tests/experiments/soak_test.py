@@ -8,8 +8,8 @@ import random
 import pytest
 
 from experiments import soak
-from experiments.domains.overload import Scenario, Times
-from sao_jax.rollout import TrajectoryQueue, sources
+from experiments.tasks.overload import Scenario, Times
+from sao_jax.rollout import TrajectoryQueue, schedules
 
 TIMES = Times(minutes=0.08, slow_tool_s=0.3, stall_every_s=2.0, stall_s=0.3, env_timeout_s=0.6)
 
@@ -59,7 +59,7 @@ def test_throughput_that_does_not_come_back_is_told():
 @pytest.fixture
 def put_back(monkeypatch):
   """The soak wraps methods of the queue and of the source for the rest of its process."""
-  for owner, methods in ((TrajectoryQueue, ("start", "put", "fail")), (sources.AsyncSource, ("next_batch",))):
+  for owner, methods in ((TrajectoryQueue, ("start", "put", "fail")), (schedules.AsyncSource, ("next_batch",))):
     for method in methods:
       monkeypatch.setattr(owner, method, getattr(owner, method))
 

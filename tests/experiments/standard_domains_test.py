@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from experiments.domains import standard
+from experiments.tasks import standard
 from sao_jax.types import Domain, Environment
 from tests.child_environment import fast_compile
 
@@ -121,7 +121,7 @@ def test_bad_options_are_named(make, options: dict[str, object], message: str) -
 def test_a_run_that_names_one_on_the_command_line(tmp_path: pathlib.Path) -> None:
   command = [
     sys.executable, "-m", "experiments.train", "--config=experiments/presets/small_cpu.py", f"--workdir={tmp_path}",
-    "--config.env.factory=experiments.domains.standard:reasoning_gym",
+    "--config.env.factory=experiments.tasks.standard:reasoning_gym",
     "--config.env.options={'task': 'spell_backward', 'settings': {'max_word_len': 4}, 'instruction': ''}",
     "--config.num_steps=3", "--config.batch_size=8", "--config.eval_episodes=4", "--config.warm_start.num_steps=2",
     "--config.warm_start.optimizer.warmup_steps=1", "--config.critic.pretraining_trajectories=8",

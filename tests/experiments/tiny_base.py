@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experiments import chaos_run
-from sao_jax.config import RunConfig
+from experiments.support import chaos_run
+from sao_jax.training.config import RunConfig
 
 
 def make_config() -> RunConfig:

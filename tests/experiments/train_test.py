@@ -69,7 +69,7 @@ def test_the_documented_environment_is_tried_as_the_page_says(
 def test_the_documented_kinds_of_failure_are_those_of_the_engine() -> None:
   first_cells = re.findall(r"^\| (`[a-z_`, ]+`) \|", PAGE.partition("| kind |")[2], re.MULTILINE)
   listed = re.findall(r"`([a-z_]+)`", "".join(first_cells))
-  source = "".join(path.read_text() for path in (ROOT / "sao_jax" / "rollout").glob("*.py"))
+  source = "".join(path.read_text() for path in (ROOT / "sao_jax" / "rollout").rglob("*.py"))
   source = source.replace('f"bad_{what}"', '"bad_prompt" "bad_observation"')
   source = source.replace('f"{what}_too_long"', '"prompt_too_long" "observation_too_long"')
   kinds = set(listed[: listed.index("bad_tokens") + 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sao_jax.rollout import sampler
+from sao_jax.rollout.engine import sampler
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 
 from sao_jax.rollout import Engine, TooManyFailuresError
 from sao_jax.types import Step
-from tests.rollout.engine_test import PARAMS, config, fixed, requests
+from tests.rollout.engine.engine_test import PARAMS, config, fixed, requests
 from tests.rollout.fakes import POLICY, CharTokenizer, Echo, make_params
 from tests.waiting import LONG_S, until
 

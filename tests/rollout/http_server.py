@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 from sao_jax.rollout import EngineConfig
-from sao_jax.rollout.completions import Completions
-from sao_jax.rollout.server import CompletionServer
-from sao_jax.rollout.server_config import ServerConfig
+from sao_jax.rollout.server.completions import Completions
+from sao_jax.rollout.server.config import ServerConfig
+from sao_jax.rollout.server.server import CompletionServer
 from tests.rollout.fakes import POLICY, STOP, VOCAB, make_params
 from tests.waiting import LONG_S
 
@@ -101,11 +101,11 @@ def call(url: str, body: Any = None, *, method: str | None = None, headers: Any 
 
 
 class Process:
-  """`python -m sao_jax.rollout.serve` in a process of its own; `kill` is SIGKILL."""
+  """`python -m experiments.serve` in a process of its own; `kill` is SIGKILL."""
 
   def __init__(self, *arguments: str, log: pathlib.Path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "sao_jax.rollout.serve", *arguments]
+    command = [sys.executable, "-m", "experiments.serve", *arguments]
     with log.open("ab") as errors:
       self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
     try:

@@ -1,0 +1,271 @@
+"""Compiles the learner's and the engine's programs from shapes alone: no weight exists at any time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import pathlib
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments.support import hlo
+from sao_jax.learner import LearnerConfig, LearnerState, init_state, make_critic_step
+from sao_jax.learner.update import update_policy
+from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy, policy_apply, value_apply
+from sao_jax.parallel import batch_shardings, cache_shardings, hold_sharded, on_mesh, replicated, shardings_for
+from sao_jax.parallel.axes import ROWS, axes_in_use
+from sao_jax.types import Params, TokenBatch
+
+_ASSIGNMENT = "*after_optimizations-buffer-assignment.txt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+  """What a compiled program needs on one device; bytes and FLOPs per device."""
+
+  arguments: float
+  outputs: float
+  aliased: float
+  """Outputs that reuse the memory of (donated) arguments."""
+  temporaries: float
+  flops: float
+  """As the compiler counts them: loops once, Pallas kernels not at all. NaN where it was stopped early."""
+  bytes_moved: float
+  """NaN where the compiler was stopped early."""
+  collectives: Mapping[str, hlo.Traffic]
+
+  @property
+  def peak(self) -> float:
+    """Bytes that must fit: arguments, outputs that need room of their own, temporaries."""
+    return self.arguments + self.outputs - self.aliased + self.temporaries
+
+  def extrapolate(self, other: Program, steps: float) -> Program:
+    """`self + steps * (self - other)` in every number: for programs that differ in their number of layers."""
+
+    def along(a: float, b: float) -> float:
+      return a + steps * (a - b)
+
+    kinds = self.collectives.keys() | other.collectives.keys()
+    none = hlo.Traffic(0, 0)
+    pairs = {kind: (self.collectives.get(kind, none), other.collectives.get(kind, none)) for kind in sorted(kinds)}
+    numbers = {
+      field.name: along(getattr(self, field.name), getattr(other, field.name))
+      for field in dataclasses.fields(self) if field.name != "collectives"
+    }  # fmt: skip
+    traffic = {
+      kind: hlo.Traffic(round(along(a.count, b.count)), round(along(a.bytes, b.bytes)))
+      for kind, (a, b) in pairs.items()
+    }
+    return Program(**numbers, collectives=traffic)
+
+
+class Workload(NamedTuple):
+  """Sizes of one step."""
+
+  rows: int
+  seq: int
+  slots: int
+
+
+def compile_program(lowered: jax.stages.Lowered) -> Program:
+  """Compiles, and reads the figures."""
+  # The compiler's own dump: `as_text()` reads a serialized form that differs between versions of jaxlib and libtpu.
+  with tempfile.TemporaryDirectory() as folder:
+    compiled = lowered.compile(compiler_options=_dump_to(folder))
+    text = _largest(pathlib.Path(folder), "*after_optimizations.txt").read_text(encoding="utf-8")
+  memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+  return Program(
+    arguments=memory.argument_size_in_bytes,
+    outputs=memory.output_size_in_bytes,
+    aliased=memory.alias_size_in_bytes,
+    temporaries=memory.temp_size_in_bytes,
+    flops=cost.get("flops", math.nan),
+    bytes_moved=cost.get("bytes accessed", math.nan),
+    collectives=hlo.collectives(text),
+  )
+
+
+def compile_memory(lower: Callable[[], jax.stages.Lowered]) -> Program:
+  """Compiles in a process of its own, which ends as soon as memory is assigned: the code is most of a TPU's compiling.
+
+  Args:
+    lower: can be pickled, and makes its own mesh.
+
+  Raises:
+    RuntimeError: the compiler ended before it assigned memory; the message says how.
+  """
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    compiler = multiprocessing.get_context("spawn").Process(target=_compile_into, args=(name, lower), daemon=True)
+    compiler.start()
+    try:
+      while not _written(folder, "*memory-usage-report.txt", "*after_optimizations.txt", _ASSIGNMENT):
+        if not compiler.is_alive():
+          failure = folder / "error.txt"
+          told = failure.read_text(encoding="utf-8") if failure.exists() else f"exit code {compiler.exitcode}"
+          raise RuntimeError(f"the compiler ended before it assigned memory: {told}")
+    finally:
+      compiler.kill()
+      compiler.join()
+    assigned = hlo.assigned_memory(_largest(folder, _ASSIGNMENT).read_text(encoding="utf-8"))
+    text = _largest(folder, "*after_optimizations.txt").read_text(encoding="utf-8")
+  return Program(
+    arguments=assigned.arguments,
+    outputs=assigned.outputs + assigned.aliased,
+    aliased=assigned.aliased,
+    temporaries=assigned.temporaries,
+    flops=math.nan,
+    bytes_moved=math.nan,
+    collectives=hlo.collectives(text),
+  )
+
+
+def _written(folder: pathlib.Path, *patterns: str, quiet_s: float = 2.0) -> bool:
+  """Whether there are files of all patterns, of which none has grown lately; waits `quiet_s` to see it."""
+
+  def sizes() -> list[tuple[str, int]]:
+    return sorted((path.name, path.stat().st_size) for pattern in patterns for path in folder.glob(pattern))
+
+  complete, before = all(list(folder.glob(pattern)) for pattern in patterns), sizes()
+  time.sleep(quiet_s)
+  return complete and all(size for _, size in before) and sizes() == before
+
+
+def _compile_into(folder: str, lower: Callable[[], jax.stages.Lowered]) -> None:
+  threading.Thread(target=_end_with_parent, daemon=True).start()
+  try:
+    lower().compile(compiler_options=_dump_to(folder))
+  except Exception as error:
+    (pathlib.Path(folder) / "error.txt").write_text(str(error), encoding="utf-8")
+    raise
+
+
+def _end_with_parent() -> None:
+  """A parent that is killed takes nobody along, and this process would compile for an hour for no one."""
+  parent = multiprocessing.parent_process()
+  if parent is not None:
+    parent.join()
+    os._exit(1)
+
+
+def _dump_to(folder: str) -> dict[str, str | bool]:
+  return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+
+
+def _largest(folder: pathlib.Path, pattern: str) -> pathlib.Path:
+  return max(folder.glob(pattern), key=lambda path: path.stat().st_size)
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+  """Shapes with their shardings."""
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def state_shapes(model: ModelConfig, learner: LearnerConfig) -> LearnerState:
+  """Shapes of policy, critic and both optimizers."""
+
+  def make() -> LearnerState:
+    key = jax.random.key(0)
+    return init_state(learner, init_policy(model, key), init_critic(model, key))
+
+  return jax.eval_shape(make)
+
+
+def policy_shapes(model: ModelConfig) -> Params:
+  """Shapes of a policy's parameters."""
+  return jax.eval_shape(lambda: init_policy(model, jax.random.key(0)))
+
+
+def batch_shapes(load: Workload) -> TokenBatch:
+  """One microbatch `[1, B, T]`."""
+  dtypes = dict.fromkeys(("tokens", "positions", "segment_ids", "turn_ids"), jnp.int32)
+  dtypes |= dict.fromkeys(("action_mask", "truncated"), jnp.bool_)
+  dtypes |= dict.fromkeys(("behavior_logp", "rewards", "lambda_policy", "baseline_adv"), jnp.float32)
+  return TokenBatch(**{k: jax.ShapeDtypeStruct((1, load.rows, load.seq), dtype) for k, dtype in dtypes.items()})
+
+
+def lower_policy_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+  """The policy's update on given advantages. The critic is left out: it need not be on the device then."""
+  apply = hold_sharded(policy_apply(model), mesh)
+  state = state_shapes(model, learner)._replace(critic=None, critic_opt=None)
+
+  def step(state: LearnerState, batch: TokenBatch, adv: jax.Array, count: jax.Array) -> Any:
+    return update_policy(learner, apply, state, batch, adv, count)
+
+  batch = batch_shapes(load)
+  return _lower_step(step, mesh, state, batch, batch.rewards)
+
+
+def lower_critic_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+  """The critic's K updates, its frozen part frozen. The policy is left out."""
+  step = make_critic_step(learner, hold_sharded(value_apply(model), mesh), jit=False)
+  state = state_shapes(model, learner)._replace(policy=None, policy_opt=None)
+  return _lower_step(step, mesh, state, batch_shapes(load))
+
+
+def _lower_step(step: Callable[..., Any], mesh: Mesh, state: LearnerState, *inputs: Any) -> jax.stages.Lowered:
+  state_shardings, whole = shardings_for(state, mesh), replicated(mesh)
+  arguments = [placed(state, state_shardings)]
+  arguments += [placed(x, _batch_shardings(x, mesh)) for x in inputs]
+  count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+  jitted = jax.jit(on_mesh(step, mesh), donate_argnums=0, out_shardings=(state_shardings, whole))
+  return jitted.lower(*arguments, count)
+
+
+def _batch_shardings(x: Any, mesh: Mesh) -> Any:
+  return batch_shardings(x, mesh) if isinstance(x, TokenBatch) else batch_shardings({"adv": x}, mesh)["adv"]
+
+
+def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+  """One token for every slot: logits of the next one, caches of `seq` tokens updated in place.
+
+  Weights have the learner's dtype, as the engine's copy of them has.
+  """
+  policy = cached_policy(model)
+
+  def step(params: Any, window: Any, tokens: jax.Array, i: jax.Array) -> tuple[jax.Array, Any]:
+    prepared = policy.prepare(params)
+    hidden, window = policy.step(prepared, window, tokens, i)
+    return jnp.dot(hidden, policy.lm_head(prepared), preferred_element_type=jnp.float32), window
+
+  params = policy_shapes(model)
+  rows = axes_in_use(mesh, *ROWS) or None
+  slots = jax.ShapeDtypeStruct((load.slots,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
+  whole = NamedSharding(mesh, PartitionSpec())
+  cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.seq))
+  window = jax.eval_shape(lambda cache, at: policy.window(cache, at, at, steps=1, live_lens=(load.seq,)), cache, slots)
+  places = {**jax.tree.map(lambda _: whole, window), "groups": cache_shardings(window["groups"], mesh)}
+  logits = NamedSharding(mesh, PartitionSpec(rows, "tensor"))
+  jitted = jax.jit(on_mesh(step, mesh), donate_argnums=1, out_shardings=(logits, places))
+  i = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+  return jitted.lower(placed(params, shardings_for(params, mesh)), placed(window, places), slots, i)
+
+
+def device_bytes(tree: Any, mesh: Mesh) -> int:
+  """Bytes of a tree of shapes on one device, by the rules."""
+  pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings_for(tree, mesh)), strict=True)
+  return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+
+
+def total_bytes(tree: Any) -> int:
+  """Bytes of a tree of shapes."""
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def total_size(tree: Any) -> int:
+  """Number of parameters."""
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def expert_size(params: Params) -> int:
+  """Number of parameters in stacked experts: those of which a token passes `num_experts_per_tok` of `num_experts`."""
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(params) if len(x.shape) == 3)

@@ -1,0 +1,106 @@
+"""Benchmarks by name: where their problems and answers stand in the published files, and how often they are run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.tasks import chat, problem_file
+from sao_jax.envs.adapters.reasoning_gym import check_task
+from sao_jax.types import Domain
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+  """A published set of problems with short answers."""
+
+  fields: tuple[tuple[str, str], ...]
+  """Names of problem and answer in the published files, one pair per publisher."""
+  num_runs: int
+  """Runs whose mean the paper reports."""
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+  "AIME2025": Benchmark((("problem", "answer"), ("question", "answer")), 16),
+  "HMMT": Benchmark((("problem", "answer"),), 16),
+  "BeyondAIME": Benchmark((("problem", "answer"),), 4),
+  "IMOAnswerBench": Benchmark((("Problem", "Short Answer"),), 16),
+}
+REASONING_GYM = "reasoning_gym:"
+"""What stands before the name of a task set of reasoning-gym."""
+
+
+def default_runs(name: str) -> int:
+  """Runs of a benchmark in the paper; 1 for the others.
+
+  Raises:
+    ValueError: unknown name.
+  """
+  if name.startswith(REASONING_GYM):
+    check_task(name.removeprefix(REASONING_GYM))
+    return 1
+  if name not in BENCHMARKS:
+    raise ValueError(f"benchmark must be one of {', '.join(BENCHMARKS)} or {REASONING_GYM}TASK; received {name!r}.")
+  return BENCHMARKS[name].num_runs
+
+
+def make_domain(
+  *,
+  benchmark: str,
+  checkpoint: str,
+  data: str | None,
+  max_turns: int,
+  tool: bool,
+  num_tasks: int = 100,
+  settings: Mapping[str, Any] | None = None,
+) -> Domain:
+  """The benchmark's problems as held-out tasks, in the checkpoint's chat template.
+
+  Args:
+    benchmark: a key of `BENCHMARKS`, or `reasoning_gym:TASK`.
+    checkpoint: whose tokenizer and template are used.
+    data: JSONL file of a published benchmark; None for reasoning-gym, which makes its problems.
+    max_turns: actions per episode.
+    tool: whether Python is on offer.
+    num_tasks: problems of a reasoning-gym set.
+    settings: a reasoning-gym set's own.
+
+  Raises:
+    ValueError: unknown name, a missing or superfluous `data`, or a file without the published fields.
+  """
+  default_runs(benchmark)
+  if benchmark.startswith(REASONING_GYM):
+    if data is not None:
+      raise ValueError(f"data must be left out with {benchmark}, which makes its problems; received {data!r}.")
+    return chat.reasoning_gym(
+      checkpoint=checkpoint, answer="number" if not tool else "tags", tool=tool, max_turns=max_turns,
+      num_eval_tasks=num_tasks, task=benchmark.removeprefix(REASONING_GYM), settings=dict(settings or {}),
+    )  # fmt: skip
+  if data is None:
+    raise ValueError(f"data must name the JSONL file of {benchmark}; received None.")
+  question, answer = published_fields(benchmark, data)
+  return chat.math(
+    checkpoint=checkpoint, train=data, held_out=data, question_field=question, answer_field=answer, tool=tool,
+    max_turns=max_turns,
+  )  # fmt: skip
+
+
+def published_fields(benchmark: str, data: str) -> tuple[str, str]:
+  """Which of the benchmark's pairs of fields the file's first line has.
+
+  Raises:
+    ValueError: none.
+  """
+  number, first = next(problem_file.lines(data), (1, ""))
+  try:
+    row = json.loads(first)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{data}, line {number}: a JSON object is wanted; received {first[:80]!r}.") from error
+  for pair in BENCHMARKS[benchmark].fields:
+    if isinstance(row, dict) and set(pair) <= set(row):
+      return pair
+  wanted = " or ".join(f"{question!r} and {answer!r}" for question, answer in BENCHMARKS[benchmark].fields)
+  has = sorted(row) if isinstance(row, dict) else type(row).__name__
+  raise ValueError(f"{data}: lines of {benchmark} must have {wanted}; the first has {has}.")

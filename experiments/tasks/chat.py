@@ -1,0 +1,200 @@
+"""Tasks for published checkpoints, in their own chat template, to be named in `--config.env.factory`.
+
+    --config.env.factory=experiments.tasks.chat:reasoning_gym
+    --config.env.options="{'checkpoint': 'path/of/checkpoint', 'task': 'chain_sum', 'tool': True}"
+
+    --config.env.factory=experiments.tasks.chat:math
+    --config.env.options="{'checkpoint': 'path/of/checkpoint', 'train': 'train.jsonl', 'held_out': 'test.jsonl'}"
+
+    --config.env.factory=experiments.tasks.chat:coding
+    --config.env.options="{'checkpoint': 'path/of/checkpoint', 'max_turns': 30}"
+
+`checkpoint` is a Hugging Face directory (`tokenizer.json`, chat template) or a GGUF file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from experiments.tasks import problem_file, standard
+from experiments.tasks.options import checked
+from sao_jax.envs.adapters.chat_game import ChatGame
+from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
+from sao_jax.envs.chat import ChatEnv, Question
+from sao_jax.envs.grading.math_grading import MathGrader
+from sao_jax.envs.sandbox import PythonTool, PythonToolConfig
+from sao_jax.tokenizers import Chat
+from sao_jax.types import Domain, Split
+
+Answer = Literal["text", "tags", "number"]
+MATH_INSTRUCTION = "Put the final answer within \\boxed{}."
+
+_TAGS = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def reasoning_gym(
+  *,
+  checkpoint: str,
+  answer: Answer = "tags",
+  system: str | None = None,
+  tool: bool = False,
+  max_turns: int = 1,
+  num_eval_tasks: int = 1_000,
+  template: Mapping[str, Any] | None = None,
+  **options: Any,
+) -> Domain:
+  """One of reasoning-gym's task sets; `size` is the number of training tasks.
+
+  Args:
+    checkpoint: whose tokenizer and template are used.
+    answer: what is graded: the last action's whole `text`, what stands between `<answer>` `tags`, or its last `number`.
+    system: text of the system's turn; None: no such turn.
+    tool: whether Python is on offer; the template must teach tool calls.
+    max_turns: actions per episode; 1 leaves no room for a call.
+    num_eval_tasks: held-out tasks, whose seeds lie above the training tasks'.
+    template: switches of the chat template, such as `{"enable_thinking": False}`.
+    **options: fields of `ReasoningGymConfig`; `task` is required.
+
+  Raises:
+    ValueError: a task, setting or other option that there is not.
+  """
+  if "task" not in options:
+    raise ValueError("options of reasoning_gym must hold 'task', the name of a task set; received none.")
+  if answer not in get_args(Answer):
+    raise ValueError(f"answer must be one of {', '.join(get_args(Answer))}; received {answer!r}.")
+  train = checked(ReasoningGymConfig, options)
+  # A problem's seed is the set's plus its number.
+  held_out = dataclasses.replace(train, seed=train.seed + train.size, size=num_eval_tasks)
+  ReasoningGym(held_out)  # What it refuses is told here, not by every episode.
+
+  def questions(split: Split) -> Callable[[int], Question]:
+    game = ReasoningGym(train if split == "train" else held_out)
+
+    def question(task_index: int) -> Question:
+      text = game.start(task_index)
+      return Question(messages=_messages(system, text), score=lambda said: _score(game, said, answer))
+
+    return question
+
+  return _domain(
+    checkpoint, questions, train.size, num_eval_tasks, tool=tool, max_turns=max_turns, template=template,
+    success_threshold=train.success_threshold,
+  )  # fmt: skip
+
+
+def math(
+  *,
+  checkpoint: str,
+  train: str,
+  held_out: str,
+  question_field: str = "problem",
+  answer_field: str = "answer",
+  instruction: str = MATH_INSTRUCTION,
+  system: str | None = None,
+  tool: bool = True,
+  max_turns: int = 50,
+  template: Mapping[str, Any] | None = None,
+) -> Domain:
+  """Mathematics with or without Python, graded by math-verify: reward 1 for the right value, else 0.
+
+  Args:
+    checkpoint: whose tokenizer and template are used.
+    train: a JSONL file of training problems (UTF-8). Problems that are there twice count twice, with a warning.
+    held_out: a JSONL file of held-out problems.
+    question_field: the field that holds the problem.
+    answer_field: the field that holds the answer, text or a number.
+    instruction: stands below the problem; empty for none.
+    system: text of the system's turn; None: no such turn.
+    tool: whether Python is on offer.
+    max_turns: actions per episode.
+    template: switches of the chat template.
+
+  Raises:
+    ValueError: a file without problems, or a line without the fields or with an empty or not finite answer.
+  """
+  read = {path: problem_file.read(path, question_field, answer_field) for path in dict.fromkeys((train, held_out))}
+  problems = {"train": read[train], "eval": read[held_out]}
+  grader = MathGrader()
+
+  def questions(split: Split) -> Callable[[int], Question]:
+    def question(task_index: int) -> Question:
+      text, gold = problems[split][task_index % len(problems[split])]
+      messages = _messages(system, "\n".join(filter(None, (text, instruction))))
+      return Question(messages=messages, score=lambda said: float(grader.is_equal(gold, said)))
+
+    return question
+
+  return _domain(
+    checkpoint, questions, len(problems["train"]), len(problems["eval"]), tool=tool, max_turns=max_turns,
+    template=template, close=grader.close,
+  )  # fmt: skip
+
+
+def coding(
+  *, checkpoint: str, system: str | None = None, template: Mapping[str, Any] | None = None, **options: Any
+) -> Domain:
+  """HumanEval problems with injected bugs, worked on by commands; see `standard.coding`. No demonstrations.
+
+  Args:
+    checkpoint: whose tokenizer and template are used.
+    system: text of the system's turn; None: no such turn.
+    template: switches of the chat template.
+    **options: those of `standard.coding`.
+  """
+  chat = Chat.load(checkpoint, **(template or {}))
+  commands = standard.coding(**options)
+  return dataclasses.replace(
+    commands,
+    make_env=lambda split: ChatGame(chat, commands.make_env(split), system=system),
+    tokenizer=chat.tokenizer,
+    demonstrate=None,
+  )
+
+
+def _domain(
+  checkpoint: str,
+  questions: Callable[[Split], Callable[[int], Question]],
+  num_train_tasks: int,
+  num_eval_tasks: int,
+  *,
+  tool: bool,
+  max_turns: int,
+  template: Mapping[str, Any] | None,
+  success_threshold: float = 1.0,
+  close: Callable[[], None] = lambda: None,
+) -> Domain:
+  chat = Chat.load(checkpoint, **(template or {}))
+  python = PythonTool(PythonToolConfig()) if tool else None
+
+  def close_all() -> None:
+    if python is not None:
+      python.close()
+    close()
+
+  return Domain(
+    make_env=lambda split: ChatEnv(
+      chat, questions(split), python, max_turns=max_turns, success_threshold=success_threshold
+    ),
+    tokenizer=chat.tokenizer,
+    num_train_tasks=num_train_tasks,
+    num_eval_tasks=num_eval_tasks,
+    close=close_all,
+  )
+
+
+def _messages(system: str | None, text: str) -> list[dict[str, str]]:
+  first = [] if system is None else [{"role": "system", "content": system}]
+  return [*first, {"role": "user", "content": text}]
+
+
+def _score(game: ReasoningGym, said: str, answer: Answer) -> float:
+  if answer == "tags":
+    found = _TAGS.match(said)
+    said = "" if found is None else found[1]
+  elif answer == "number":
+    said = (_NUMBER.findall(said) or [""])[-1]
+  return game.play(f"<answer>{said.strip()}</answer>").reward

@@ -1,0 +1,1 @@
+"""Programming tasks judged by hidden tests."""

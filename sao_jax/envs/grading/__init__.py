@@ -1,0 +1,1 @@
+"""Grading of answers to mathematical problems."""

@@ -1,0 +1,306 @@
+"""The program inside the sandbox: a zygote that forks one interpreter per session. Standard library only.
+
+`_zygote` starts it as text (`python -I -S -c`), inside bubblewrap where that works; no file of the library is visible
+to it. It is single-threaded, so forking is safe here, and it never runs code of a model itself: a session is a forked
+child. What the host and a session say to each other is described in `python_tool`.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import contextlib
+import gc
+import io
+import json
+import linecache
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import types
+from typing import Any
+
+from sao_jax.envs.sandbox import _isolation
+
+_SOCKET_FD, _OUTPUT_FD, _NULL_FD = 200, 201, 202  # above what RLIMIT_NOFILE lets a session open
+_WATCH_MS = 200
+_COMPILE: Any = compile  # these three as they were before the code could put something in their places
+_EXEC: Any = exec
+_SOURCES: Any = linecache.cache
+
+
+class Zygote:
+  """Forks sessions and kills them, as the host says."""
+
+  def __init__(self, settings: dict[str, Any]):
+    self._settings = settings
+    self._control = socket.socket(fileno=settings["control_fd"])
+    self._pids: dict[int, int] = {}  # session -> pid
+    self._cleaners: set[int] = set()  # children that remove directories of ended sessions
+    self._next_watch = 0.0
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+      file.write("1000")  # the sandbox dies before the training does
+    self._namespaces = _isolation.enter_namespaces(settings)
+    self._own_pid_namespace = os.pidfd_open(os.getpid())
+    own_root = self._namespaces or settings["inside_bubblewrap"]
+    sys.path.extend(target if own_root else source for source, target in settings["python_path"].items())
+    if self._namespaces:
+      if not settings["inside_bubblewrap"]:
+        _isolation.private_root(settings)
+      _isolation.hide_processes()
+    else:
+      _isolation.adopt_orphans()
+    settings["filters"] = {name: base64.b64decode(text) for name, text in settings["filters"].items()}
+    self._report = {
+      "namespaces": self._namespaces,
+      "seccomp": _isolation.can_filter() and bool(settings["filters"]["processes"]),
+      "landlock": _isolation.can_restrict_files(),
+      "processes_counted": self._namespaces and _isolation.processes_counted(self._namespaces),
+    }
+
+  def run(self) -> None:
+    self._control.send(json.dumps(self._report).encode())
+    poll = select.poll()
+    poll.register(self._control, select.POLLIN)
+    while True:
+      if poll.poll(1000 if self._namespaces else _WATCH_MS):
+        message, fds, _, _ = socket.recv_fds(self._control, 9, 2, socket.MSG_CMSG_CLOEXEC)
+        if not message:  # the host closed its end, or is gone
+          break
+        operation, session = struct.unpack("<cQ", message)
+        if operation == b"F":
+          self._fork(session, fds)
+        elif session in self._pids:
+          self._kill(self._pids[session])
+      self._reap()
+      if not self._namespaces:
+        self._kill_hoarders()
+    for pid in self._pids.values():
+      self._kill(pid)
+    if not self._namespaces:  # the host may be gone
+      for pid in self._cleaners.union(self._pids.values()):
+        os.waitpid(pid, 0)
+      _isolation.remove_tree(self._settings["scratch"])
+
+  def _fork(self, session: int, fds: list[int]) -> None:
+    if self._namespaces:
+      _isolation.call("unshare", _isolation.NEWPID)
+    pid = os.fork()
+    if pid == 0:
+      try:
+        self._serve(session, fds)
+      finally:
+        os._exit(1)
+    self._pids[session] = pid
+    if self._namespaces:
+      _isolation.call("setns", self._own_pid_namespace, _isolation.NEWPID)
+    for fd in fds:
+      os.close(fd)
+
+  def _serve(self, session: int, fds: list[int]) -> None:
+    try:
+      child = _Session(self._settings, session, self._report, fds)
+    except BaseException as error:  # the host reads there why a session did not start
+      os.write(_OUTPUT_FD, "".join(traceback.format_exception(error)).encode(errors="replace"))
+      raise
+    child.serve()
+
+  def _kill(self, pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+      if not self._namespaces:
+        os.killpg(pid, signal.SIGKILL)
+      os.kill(pid, signal.SIGKILL)  # first process of its pid namespace: all others go with it
+
+  def _reap(self) -> None:
+    while True:
+      try:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+      except ChildProcessError:
+        break
+      if pid == 0:
+        break
+      self._cleaners.discard(pid)
+      for session, known in list(self._pids.items()):
+        if known == pid:
+          del self._pids[session]
+          if not self._namespaces:
+            self._clean(session)
+    if not self._namespaces:
+      self._kill_orphans()
+
+  def _clean(self, session: int) -> None:
+    """Removes a directory, which may hold a great many files: in a process of its own."""
+    pid = os.fork()
+    if pid == 0:
+      try:
+        _isolation.die_with_parent()  # the host removes the rest
+        _isolation.remove_tree(f"{self._settings['scratch']}/{session}")
+      finally:
+        os._exit(0)
+    self._cleaners.add(pid)
+
+  def _kill_hoarders(self) -> None:
+    """Ends sessions whose directories have outgrown the limit; looked at now and then, so a little late."""
+    if time.monotonic() < self._next_watch:
+      return
+    began = time.monotonic()
+    for session, pid in self._pids.items():
+      directory = f"{self._settings['scratch']}/{session}"
+      if _isolation.is_larger(directory, self._settings["scratch_bytes"], _isolation.MAX_SCRATCH_ENTRIES):
+        self._kill(pid)
+    now = time.monotonic()
+    self._next_watch = now + max(_WATCH_MS / 1e3, 4 * (now - began))  # a fifth of the time at most
+
+  def _kill_orphans(self) -> None:
+    """Without pid namespaces, what a session leaves behind becomes a child of this process (the subreaper)."""
+    try:
+      with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        children = [int(word) for word in file.read().split()]
+    except OSError:
+      return
+    known = self._cleaners.union(self._pids.values())
+    for pid in children:
+      if pid not in known:
+        self._kill(pid)
+
+
+class _Session:
+  """One interpreter: a forked child that runs cells of code for one episode."""
+
+  def __init__(self, settings: dict[str, Any], session: int, report: dict[str, bool], fds: list[int]):
+    self._settings = settings
+    os.setsid()
+    for source, target in zip(fds, (_SOCKET_FD, _OUTPUT_FD), strict=True):
+      os.dup2(source, target, inheritable=False)
+    null = os.open("/dev/null", os.O_RDWR)
+    for target in (0, 1, 2, _NULL_FD):
+      os.dup2(null, target, inheritable=target != _NULL_FD)
+    os.closerange(3, _SOCKET_FD)
+    _isolation.enter_session(settings, session, report)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    self._pid = os.getpid()
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    self._globals = module.__dict__
+    host = types.ModuleType("sao_host")
+    host.__dict__["ask"] = self._ask
+    sys.modules["sao_host"] = host
+    self._cells = 0
+    self._number = 0
+
+  def serve(self) -> None:
+    """Runs cells until the host closes its end. Any error here ends the process, which the host sees."""
+    self._connection = connection = socket.socket(fileno=_SOCKET_FD)
+    while True:
+      self._number, size = struct.unpack("<QI", _receive(connection, 12))
+      code = _receive(connection, size).decode(errors="replace")
+      os.ftruncate(_OUTPUT_FD, 0)
+      os.lseek(_OUTPUT_FD, 0, os.SEEK_SET)
+      connection.sendall(struct.pack("<Qc", self._number, b"S"))
+      self._run(code)
+      if os.getpid() != self._pid:  # a child that the code forked and that came back here
+        os._exit(0)
+      signal.setitimer(signal.ITIMER_REAL, 0)
+      self._end_children()
+      threads = len(sys._current_frames()) > 1
+      connection.sendall(struct.pack("<Qc", self._number, b"T" if threads else b"."))
+
+  def _ask(self, message: bytes) -> bytes:
+    """`sao_host.ask` of the code that runs: what the host answers to a message, if it was told to listen."""
+    self._connection.sendall(struct.pack("<QcI", self._number, b"Q", len(message)) + message)
+    (size,) = struct.unpack("<I", _receive(self._connection, 4))
+    return _receive(self._connection, size)
+
+  def _run(self, code: str) -> None:
+    for source, target in ((_NULL_FD, 0), (_OUTPUT_FD, 1), (_OUTPUT_FD, 2)):  # earlier code may have closed them
+      os.dup2(source, target)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
+    descriptor = io.BufferedWriter(io.FileIO(1, "wb", closefd=False))
+    sys.stdout = output = io.TextIOWrapper(descriptor, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    sys.stderr = output
+    self._arm_cpu_limit()
+    try:
+      self._execute(code)
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the model reads it)
+      self._print_error(error, output)
+    with contextlib.suppress(OSError, ValueError):  # full, or closed by the code: the model gets what is there
+      output.flush()
+
+  def _execute(self, code: str) -> None:
+    self._cells += 1
+    name = f"<cell {self._cells}>"
+    _SOURCES[name] = (len(code), None, code.splitlines(keepends=True), name)
+    tree = _COMPILE(code, name, "exec", ast.PyCF_ONLY_AST)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    if tree.body:
+      _EXEC(_COMPILE(tree, name, "exec"), self._globals)
+    if last is not None:  # as in a notebook: the value of a last expression is shown
+      _EXEC(_COMPILE(ast.Interactive([last]), name, "single"), self._globals)
+
+  def _arm_cpu_limit(self) -> None:
+    seconds = self._settings["cpu_s"]
+
+    def over(signum: int, frame: Any) -> None:
+      raise TimeoutError(f"CPU time limit of {seconds} s exceeded")
+
+    signal.signal(signal.SIGXCPU, over)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = round(time.process_time()) + seconds  # the system counts whole seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (min(soft, hard), hard))
+
+  def _print_error(self, error: BaseException, output: io.TextIOWrapper) -> None:
+    frames = self._settings["traceback_frames"]
+    trace = error.__traceback__
+    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<cell"):  # frames of this program
+      trace = trace.tb_next
+    if trace is None or frames == 0:
+      text = "".join(traceback.format_exception_only(type(error), error))
+    else:
+      text = "".join(traceback.format_exception(type(error), error, trace, limit=-frames, chain=False))
+    try:
+      output.write(text)
+      output.flush()
+    except (OSError, ValueError):  # full or closed: the last part of the output makes room
+      data = text.encode(errors="backslashreplace")[-4096:]
+      end = min(os.lseek(_OUTPUT_FD, 0, os.SEEK_END), self._settings["scratch_bytes"] - len(data))
+      os.pwrite(_OUTPUT_FD, data, max(end, 0))
+
+  def _end_children(self) -> None:
+    """Processes do not outlive the cell that started them."""
+    if self._pid != 1:  # only as the first process of a pid namespace are all others this session's
+      return
+    try:
+      os.kill(-1, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # there is no other; the filter lets there be none
+      return
+    with contextlib.suppress(ChildProcessError):
+      while True:
+        os.wait()
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+  data = b""
+  while len(data) < size:
+    part = connection.recv(size - len(data))
+    if not part:
+      os._exit(0)
+    data += part
+  return data
+
+
+def main(settings: dict[str, Any]) -> None:
+  """Runs the zygote until the host closes the control socket."""
+  sys.argv[:] = [""]
+  _isolation.set_name(b"sao_jax_tool")
+  zygote = Zygote(settings)
+  for name in settings["preload"]:
+    __import__(name)
+  gc.collect()
+  gc.freeze()  # or the first collection in each child would copy every page
+  zygote.run()

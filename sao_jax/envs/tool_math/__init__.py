@@ -1,0 +1,1 @@
+"""Math problems that are solved with a Python tool."""

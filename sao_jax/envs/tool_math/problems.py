@@ -1,0 +1,191 @@
+"""Problems of the reasoning-gym package, drawn by number, with what has to be computed for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from sao_jax.envs.tool_math.config import Split, ToolMathConfig
+from sao_jax.envs.tool_math.expressions import Expression, Operation, evaluate, num_operations, parse_expression
+
+_MAX_DRAWS = 1_000
+_EVAL_OFFSET = 2**40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+  """One problem."""
+
+  index: int
+  """Its number in the bank."""
+  task: str
+  """The field of `TaskWeights` that it belongs to."""
+  question: str
+  """As the package words it."""
+  entry: Mapping[str, Any]
+  """The package's own record: question, answer, metadata."""
+  expression: Expression
+  """What has to be computed; its value is the answer."""
+  expression_text: str
+  """The same as one line of Python, spelled as in the question where it stands there."""
+
+  @property
+  def num_operations(self) -> int:
+    return num_operations(self.expression)
+
+
+class ProblemBank:
+  """The problems of one split, made on demand and kept in memory.
+
+  Problem number i depends on the config, the split and i only. A training problem whose question occurs among the
+  held-out ones is drawn again, so the splits share no question (and no seed). Held-out questions are all different;
+  training questions may repeat where a task set is small. Safe to use from many threads. The first training problem
+  costs making the held-out ones.
+  """
+
+  def __init__(self, config: ToolMathConfig, split: Split):
+    if split not in get_args(Split):
+      raise ValueError(f"split must be one of {get_args(Split)}; received {split!r}.")
+    self.config = config
+    self.split = split
+    self.size = config.train_size if split == "train" else config.eval_size
+    self._datasets = make_datasets(config)
+    self._weights = dataclasses.asdict(config.tasks)
+    self._problems: dict[int, Problem] = {}
+    self._held_out: frozenset[str] | None = None
+    self._lock = threading.Lock()
+
+  def problem(self, task_index: int) -> Problem:
+    """Problem number `task_index` modulo the bank's size.
+
+    Raises:
+      ValueError: a negative or non-integer index.
+    """
+    if isinstance(task_index, bool) or not isinstance(task_index, int) or task_index < 0:
+      raise ValueError(f"task_index must be an int >= 0; received {task_index!r}.")
+    index = task_index % self.size
+    found = self._problems.get(index)
+    if found is None:
+      with self._lock:
+        if self.split == "eval":
+          self._make_held_out()
+        elif index not in self._problems:
+          self._problems[index] = self._draw(index, self._held_out_questions())
+        found = self._problems[index]
+    return found
+
+  def questions(self) -> frozenset[str]:
+    """All questions of the bank (makes the problems that have not been asked for yet)."""
+    return frozenset(self.problem(i).question for i in range(self.size))
+
+  def score(self, problem: Problem, text: str) -> float:
+    """The package's own score of an answer, in [0, 1]."""
+    return float(self._datasets[problem.task].score_answer(text, problem.entry))
+
+  def is_right(self, problem: Problem, text: str) -> bool:
+    """Whether the score reaches `success_threshold`."""
+    return self.score(problem, text) >= self.config.success_threshold
+
+  def _held_out_questions(self) -> frozenset[str]:
+    if self._held_out is None:
+      self._held_out = ProblemBank(self.config, "eval").questions()
+    return self._held_out
+
+  def _make_held_out(self) -> None:
+    """Held-out problems are made all at once: whether a question is new depends on those before it."""
+    seen: set[str] = set()
+    for index in range(self.size):
+      if index not in self._problems:
+        self._problems[index] = self._draw(index, seen)
+      seen.add(self._problems[index].question)
+
+  def _draw(self, index: int, excluded: frozenset[str] | set[str]) -> Problem:
+    """Draws until the question is new and its form is known; the task is drawn once, so that the weights hold."""
+    names, weights = zip(*self._weights.items(), strict=True)
+    rng = random.Random(f"{self.config.problem_seed}/{self.split}/{index}")
+    task = rng.choices(names, weights)[0]
+    offset = _EVAL_OFFSET if self.split == "eval" else 0
+    for attempt in range(_MAX_DRAWS):
+      entry = self._datasets[task][offset + attempt * self.size + index]
+      plan = plan_solution(task, entry)
+      if plan is not None and entry["question"] not in excluded:
+        expression, text = plan
+        return Problem(
+          index=index, task=task, question=entry["question"], entry=entry, expression=expression, expression_text=text
+        )
+    raise ValueError(
+      f"no new question for {self.split} problem {index} of task {task!r} in {_MAX_DRAWS} draws: its difficulty "
+      f"settings allow too few different questions for eval_size={self.config.eval_size}."
+    )
+
+
+def make_datasets(config: ToolMathConfig) -> dict[str, Any]:
+  """The package's generators, by field of `TaskWeights`."""
+  import reasoning_gym  # Takes a second or two to import: only when problems are wanted.
+
+  digits = {"min_digits": config.min_digits, "max_digits": config.max_digits}
+  arithmetic = {"min_terms": 2, "max_terms": config.arithmetic_max_terms, "operators": ["+", "-", "*"], **digits}
+  # allow_parentheses stays on for both: with it off, the package computes its answers from left to right.
+  settings: dict[str, tuple[str, dict[str, Any]]] = {
+    "arithmetic": ("basic_arithmetic", arithmetic),
+    "parentheses": ("basic_arithmetic", arithmetic),
+    "chain_sum": ("chain_sum", {"min_terms": 2, "max_terms": config.chain_max_terms, **digits}),
+    "products": ("products", {"min_terms": 2, "max_terms": 2, **digits}),
+    "equations": ("simple_equations", {"min_terms": 2, "max_terms": 3, "max_value": config.equation_max_value}),
+    "lcm": ("lcm", {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": config.lcm_max_value}),
+  }
+  size = 2**62  # Virtual: the package makes item i from seed + i when it is asked for.
+  seed = config.problem_seed << 64
+  create = reasoning_gym.create_dataset
+  return {task: create(name, seed=seed, size=size, **options) for task, (name, options) in settings.items()}
+
+
+def plan_solution(task: str, entry: Mapping[str, Any]) -> tuple[Expression, str] | None:
+  """What to compute for a problem, as a tree and as a line of Python.
+
+  None for a problem that is not wanted: of a form not known here, of the other one of the two arithmetic tasks, without
+  anything to compute, or with an answer of the package that differs from Python's.
+  """
+  metadata = entry["metadata"]
+  if task == "equations":
+    plan = _solve_equation(metadata["equation"], metadata["variable"])
+  elif task == "lcm":
+    a, b = metadata["numbers"]
+    plan = Operation("*", Operation("//", a, Operation("gcd", a, b)), b), f"{a} // gcd({a}, {b}) * {b}"
+  else:
+    text = metadata["expression"]
+    if ("(" in text) != (task == "parentheses"):
+      return None
+    plan = parse_expression(text), text
+  if plan is None or num_operations(plan[0]) == 0 or str(evaluate(plan[0])) != entry["answer"]:
+    return None
+  return plan
+
+
+def _solve_equation(equation: str, variable: str) -> tuple[Expression, str] | None:
+  """`12*x - 5 = 31` -> (31 + 5) // 12; `7 - 3*x = -20` -> (-20 - 7) // -3."""
+  sides = equation.split(" = ")
+  x = rf"(?P<sign>-?)(?:(?P<factor>\d+)\*)?{variable}"
+  if len(sides) != 2 or not re.fullmatch(r"-?\d+", sides[1]):
+    return None
+  right = int(sides[1])
+  match = re.fullmatch(rf"{x}(?: (?P<op>[+-]) (?P<constant>\d+))?", sides[0])
+  if match:
+    constant, sign = int(match["constant"] or 0), match["sign"]
+    move = None if not constant else Operation("-" if match["op"] == "+" else "+", right, constant)
+  else:
+    match = re.fullmatch(rf"(?P<constant>\d+) - {x}", sides[0])
+    if not match or match["sign"]:
+      return None
+    constant, sign = int(match["constant"]), "-"
+    move = Operation("-", right, constant)
+  factor = int(f"{sign}{match['factor'] or 1}")
+  rest: Expression = right if move is None else move
+  text = str(right) if move is None else f"{right} {move.op} {constant}"
+  if factor == 1:
+    return rest, text
+  return Operation("//", rest, factor), f"{text} // {factor}" if move is None else f"({text}) // {factor}"

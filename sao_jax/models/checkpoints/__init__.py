@@ -1,0 +1,1 @@
+"""Published checkpoints: Hugging Face directories and GGUF files."""

@@ -1,0 +1,393 @@
+"""Hugging Face checkpoints in and out: `load_hf` and `save_hf`.
+
+Files are memory-mapped and read tensor by tensor; with a sharding, only the slices that this host's devices hold.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from sao_jax.models.checkpoints.hf_config import config_from_hf, config_to_hf, is_mtp_tensor
+from sao_jax.models.config import ModelConfig
+from sao_jax.models.heads import init_policy
+from sao_jax.types import Params
+from sao_jax.utils import untrusted_files
+
+PathLike: TypeAlias = str | os.PathLike[str]
+ShardingOf: TypeAlias = Callable[[tuple[str, ...], jax.ShapeDtypeStruct], jax.sharding.Sharding]
+"""`(parameter path, shape and dtype) -> sharding`."""
+_Index: TypeAlias = tuple[slice, ...]
+
+_INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
+_DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_EXPONENTS: Mapping[str, tuple[Any, int]] = {
+  "float32": (np.uint32, 0x7F800000), "bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00),
+}  # fmt: skip
+"""The bits of a number's exponent."""
+_BLOCK = 1 << 22
+_WHOLE = slice(None)
+_MOST_LAYERS = 1_000
+"""No model has more; a file that says so would keep this process busy."""
+
+
+class _Files(contextlib.AbstractContextManager["_Files"]):
+  """The tensors of a checkpoint directory by name, whichever file they are in."""
+
+  def __init__(self, directory: pathlib.Path):
+    self._stack = contextlib.ExitStack()
+    self._slices: dict[str, Any] = {}
+    if (directory / _INDEX_FILE).exists():
+      weight_map = _read_index(directory / _INDEX_FILE)
+    elif (directory / _SINGLE_FILE).exists():
+      weight_map = None
+    else:
+      raise FileNotFoundError(f"{directory} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}.")
+    for file in [_SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values())):
+      untrusted_files.check_regular(directory / file)
+      try:
+        handle = self._stack.enter_context(safetensors.safe_open(directory / file, framework="numpy"))
+      except safetensors.SafetensorError as error:  # its header is checked against its size before anything is read
+        raise ValueError(f"{directory / file} is not a valid safetensors file: {error}") from error
+      for name in handle.keys():  # noqa: SIM118 (not a mapping)
+        self._slices[name] = handle.get_slice(name)
+    missing = sorted(set(weight_map or ()) - set(self._slices))
+    if missing:
+      raise ValueError(f"{_INDEX_FILE} names tensors that its files do not hold: {missing[:5]}.")
+
+  def __exit__(self, *exc: object) -> None:
+    self._stack.close()
+
+  def __contains__(self, name: str) -> bool:
+    return name in self._slices
+
+  def names(self) -> list[str]:
+    return list(self._slices)
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    return tuple(self._slices[name].get_shape())
+
+  def dtype(self, name: str) -> str:
+    stored = self._slices[name].get_dtype()
+    if stored not in _DTYPES:
+      raise ValueError(f"Tensor {name} has dtype {stored}; supported: {sorted(_DTYPES)}.")
+    return _DTYPES[stored]
+
+  def read(self, name: str, index: _Index) -> np.ndarray:
+    value = np.asarray(self._slices[name][index])
+    if not _all_finite(value):
+      raise ValueError(f"Tensor {name} holds NaN or infinite values.")
+    return value
+
+
+def _all_finite(value: np.ndarray) -> bool:
+  """Of a float array: no exponent is all ones. Several times as fast in bfloat16 as `np.isfinite`."""
+  bits, exponent = _EXPONENTS[value.dtype.name]
+  flat = value.reshape(-1).view(bits)
+  blocks = (flat[i : i + _BLOCK] for i in range(0, flat.size, _BLOCK))  # what is computed is small beside the tensor
+  return not any(((block & bits(exponent)) == exponent).any() for block in blocks)
+
+
+def _read_config(path: pathlib.Path) -> ModelConfig:
+  """Reads a `config.json`; whatever is wrong with it is a ValueError that names the file."""
+  values = untrusted_files.read_object(path)
+  try:
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= _MOST_LAYERS:
+      raise ValueError(f"num_hidden_layers must be an int in [1, {_MOST_LAYERS}]; received {layers!r}")
+    return config_from_hf(values)
+  except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    raise ValueError(f"{path}: {error}") from error
+
+
+def _read_index(path: pathlib.Path) -> Mapping[str, str]:
+  """Which file holds which tensor; files elsewhere than beside the index are refused."""
+  weight_map = untrusted_files.read_object(path).get("weight_map")
+  if not isinstance(weight_map, dict):
+    raise ValueError(f"{path}: 'weight_map' must be an object; received {type(weight_map).__name__}.")
+  for name, file in weight_map.items():
+    if not isinstance(file, str) or pathlib.PurePath(file).name != file or not file.endswith(".safetensors"):
+      raise ValueError(f"{path}: tensor {name!r} must name a .safetensors file of the same folder; received {file!r}.")
+  return weight_map
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+  """One tensor of a checkpoint, or one range of its rows, as a parameter sees it."""
+
+  name: str
+  transpose: bool = False
+  rows: tuple[int, int] | None = None
+  """Range on the stored tensor's second to last axis: half of a fused gate and up projection."""
+  stacked: int = 0
+  """Number of experts when each has a tensor of its own, with {} for its number in `name`."""
+
+  def tensors(self) -> list[str]:
+    return [self.name.format(e) for e in range(self.stacked)] if self.stacked else [self.name]
+
+  def shape(self, files: _Files) -> tuple[int, ...]:
+    shapes = {files.shape(name) for name in self.tensors()}
+    if len(shapes) > 1:
+      raise ValueError(f"The tensors {self.name} differ in shape: {sorted(shapes)}.")
+    shape = shapes.pop()
+    if self.rows:
+      shape = (*shape[:-2], self.rows[1] - self.rows[0], shape[-1])
+    if self.transpose:
+      shape = (*shape[:-2], shape[-1], shape[-2])
+    return (self.stacked, *shape) if self.stacked else shape
+
+  def read(self, files: _Files, index: _Index) -> np.ndarray:
+    """The part of the parameter that `index` (slices without steps) selects."""
+    if self.stacked:
+      experts = range(*index[0].indices(self.stacked))
+      one = dataclasses.replace(self, stacked=0)
+      parts = (dataclasses.replace(one, name=self.name.format(e)).read(files, index[1:]) for e in experts)
+      return _stack(parts, len(experts))
+    if self.transpose:
+      index = (*index[:-2], index[-1], index[-2])
+    if self.rows:
+      low, high, _ = index[-2].indices(self.rows[1] - self.rows[0])
+      index = (*index[:-2], slice(low + self.rows[0], high + self.rows[0]), index[-1])
+    value = files.read(self.name, index)
+    return np.swapaxes(value, -1, -2) if self.transpose else value
+
+
+def _stack(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
+  """`np.stack` that holds one part beside the result rather than all of them."""
+  first = next(parts)
+  out = np.empty((count, *first.shape), first.dtype)
+  out[0] = first
+  for i, part in enumerate(parts, start=1):
+    out[i] = part
+  return out
+
+
+_TOP: Mapping[tuple[str, ...], _Stored] = {
+  ("embed", "embedding"): _Stored("model.embed_tokens.weight"),
+  ("final_norm", "scale"): _Stored("model.norm.weight"),
+  ("lm_head", "kernel"): _Stored("lm_head.weight", transpose=True),
+}
+_IN_LAYER: Mapping[tuple[str, ...], str] = {
+  ("input_norm", "scale"): "input_layernorm.weight",
+  ("post_attention_norm", "scale"): "post_attention_layernorm.weight",
+  ("attention", "q_norm", "scale"): "self_attn.q_norm.weight",
+  ("attention", "k_norm", "scale"): "self_attn.k_norm.weight",
+  ("moe", "router", "correction_bias"): "mlp.gate.e_score_correction_bias",
+}
+_MODULES: Mapping[str, str] = {"attention": "self_attn", "mlp": "mlp"}
+
+
+def _stored(path: tuple[str, ...], config: ModelConfig, fused_experts: bool = False) -> _Stored:
+  """Where parameter `path` lies in a Hugging Face checkpoint: the one table of names, used in both directions."""
+  if path in _TOP:
+    return _TOP[path]
+  prefix, rest = f"model.layers.{path[0].removeprefix('layers_')}.", path[1:]
+  if rest in _IN_LAYER:
+    return _Stored(prefix + _IN_LAYER[rest])
+  if rest == ("moe", "router", "kernel"):
+    return _Stored(prefix + "mlp.gate.weight", transpose=True)
+  if rest[0] == "moe" and len(rest) == 2:
+    return _stored_experts(prefix, rest[1], config, fused_experts)
+  module = "mlp.shared_experts" if rest[0] == "moe" else _MODULES[rest[0]]
+  kind = {"kernel": "weight", "bias": "bias"}[rest[-1]]
+  return _Stored(f"{prefix}{module}.{rest[-2]}.{kind}", transpose=kind == "weight")
+
+
+def _stored_experts(prefix: str, projection: str, config: ModelConfig, fused: bool) -> _Stored:
+  if not fused:
+    return _Stored(f"{prefix}mlp.experts.{{}}.{projection}.weight", transpose=True, stacked=config.num_experts)
+  if projection == "down_proj":
+    return _Stored(prefix + "mlp.experts.down_proj", transpose=True)
+  first = 0 if projection == "gate_proj" else config.moe_intermediate_size
+  rows = (first, first + config.moe_intermediate_size)
+  return _Stored(prefix + "mlp.experts.gate_up_proj", transpose=True, rows=rows)
+
+
+def _names(path: Sequence[Any]) -> tuple[str, ...]:
+  return tuple(key.key for key in path)
+
+
+def _shapes(config: ModelConfig) -> Params:
+  return jax.eval_shape(lambda key: init_policy(config, key), jax.random.key(0))
+
+
+def _common_dtype(files: _Files) -> str:
+  """The tensors' dtype; float32 when they differ (a correction bias is float32 in any case)."""
+  dtypes = {files.dtype(name) for name in files.names() if not name.endswith("e_score_correction_bias")}
+  return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+
+def load_hf(
+  directory: PathLike, *, dtype: str = "float32", param_dtype: str | None = None, sharding: ShardingOf | None = None
+) -> tuple[ModelConfig, Params]:
+  """Loads a llama, qwen3, qwen3_moe or glm4_moe checkpoint (`config.json` and safetensors, single or sharded).
+
+  Args:
+    directory: the checkpoint's folder.
+    dtype: of activations and matmuls.
+    param_dtype: of the parameters; default: as stored (float32 where a file mixes dtypes).
+    sharding: places each parameter; each host then reads only its own slices. Default: JAX's default device.
+
+  Returns:
+    `(config, params)`; params as `init_policy(config)` lays them out.
+
+  Raises:
+    FileNotFoundError: no `config.json` or no safetensors.
+    ValueError: a switch, tensor name, shape or dtype that is not supported; the message names it.
+  """
+  folder = pathlib.Path(directory)
+  config = _read_config(folder / "config.json")
+  with _Files(folder) as files, _named(folder):
+    config = dataclasses.replace(config, dtype=dtype, param_dtype=param_dtype or _common_dtype(files))
+    _check_sizes(files, config)
+    fused = any(name.endswith("mlp.experts.gate_up_proj") for name in files.names())
+    shapes = _shapes(config)
+    stored = {
+      _names(path): _stored(_names(path), config, fused) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]
+    }
+    _check_tensors(files, config, stored)
+
+    def load(path: Sequence[Any], want: jax.ShapeDtypeStruct) -> jax.Array:
+      source = stored[_names(path)]
+      received = source.shape(files)
+      if received != want.shape:
+        raise ValueError(
+          f"{source.name}: expected a parameter of shape {want.shape} from config.json; received {received}."
+        )
+      if sharding is None:
+        return jnp.asarray(source.read(files, (_WHOLE,) * len(want.shape)).astype(want.dtype))
+
+      def part(index: Any) -> np.ndarray:
+        return source.read(files, index).astype(want.dtype)
+
+      return jax.make_array_from_callback(want.shape, sharding(_names(path), want), part)
+
+    return config, jax.tree_util.tree_map_with_path(load, shapes)
+
+
+@contextlib.contextmanager
+def _named(folder: pathlib.Path) -> Iterator[None]:
+  """Puts the folder before the message of a ValueError."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f"{folder}: {error}") from error
+
+
+def _check_sizes(files: _Files, config: ModelConfig) -> None:
+  """Refuses numbers that would keep this process busy with names and shapes: there are tensors of such sizes."""
+  shapes = [files.shape(name) for name in files.names()]
+  longest = max((size for shape in shapes for size in shape), default=0)
+  fused = any(name.endswith("mlp.experts.gate_up_proj") for name in files.names())
+  for name in ("num_layers", "num_experts", "vocab_size", "hidden_size", "head_dim", "num_heads", "num_kv_heads"):
+    counted = name == "num_layers" or (name == "num_experts" and not fused)
+    most, what = (len(shapes), "there are {} tensors") if counted else (longest, "no tensor is longer than {}")
+    if getattr(config, name) > most:
+      raise ValueError(f"config.json says {name} = {getattr(config, name)}, but {what.format(most)}.")
+
+
+def _check_tensors(files: _Files, config: ModelConfig, stored: dict[tuple[str, ...], _Stored]) -> None:
+  needed = {name for source in stored.values() for name in source.tensors()}
+  missing = sorted(name for name in needed if name not in files)
+  if missing:
+    raise ValueError(f"The checkpoint has no tensor {missing[0]} ({len(missing)} missing in all).")
+  extra = [name for name in files.names() if name not in needed and not name.endswith("rotary_emb.inv_freq")]
+  extra = [name for name in extra if not is_mtp_tensor(name, config)]
+  head = "lm_head.weight"
+  if config.tie_word_embeddings and head in extra:
+    extra.remove(head)
+    whole, embed = (_WHOLE, _WHOLE), "model.embed_tokens.weight"
+    if not np.array_equal(files.read(head, whole), files.read(embed, whole)):
+      raise ValueError(f"tie_word_embeddings is set, but {head} and {embed} differ.")
+  if extra:
+    raise ValueError(f"The checkpoint has tensors that config.json does not account for: {sorted(extra)[:5]}.")
+
+
+def _export(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+  """Every tensor of a checkpoint in Hugging Face's names and orientation, one at a time."""
+  for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
+    stored = _stored(_names(path), config)
+    if stored.stacked:
+      for name, expert in zip(stored.tensors(), value, strict=True):
+        yield name, np.ascontiguousarray(np.asarray(expert).T)
+    else:
+      array = np.asarray(value)
+      yield stored.name, np.ascontiguousarray(array.T if stored.transpose else array)
+
+
+def save_hf(directory: PathLike, config: ModelConfig, params: Params, *, max_shard_bytes: int = 5_000_000_000) -> None:
+  """Writes a checkpoint that transformers (and this library) loads; replaces one that is already there.
+
+  Files appear under their own names only when complete, `config.json` last.
+
+  Args:
+    directory: created if needed.
+    config: its `model_type` must be able to carry its switches.
+    params: of a policy, addressable from this host.
+    max_shard_bytes: larger checkpoints are split into several files.
+
+  Raises:
+    ValueError: the model type cannot carry a switch, or the parameters are not those of `config`.
+  """
+  values = config_to_hf(config)
+  shapes = jax.tree.map(lambda x: x.shape, _shapes(config))
+  received = jax.tree.map(jnp.shape, params)
+  if shapes != received:
+    raise ValueError(f"params are not those of a policy of this config: expected shapes {shapes}; received {received}.")
+  folder = pathlib.Path(directory)
+  folder.mkdir(parents=True, exist_ok=True)
+  stale = {path.name for path in folder.glob("model*.safetensors")} | {_INDEX_FILE}
+  shards = _write_shards(folder, _export(config, params), max_shard_bytes)
+  total = sum(size for _, sizes in shards for size in sizes.values())
+  weight_map: dict[str, str] = {}
+  for i, (temporary, sizes) in enumerate(shards, start=1):
+    name = _SINGLE_FILE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+    temporary.replace(folder / name)
+    stale.discard(name)
+    weight_map |= dict.fromkeys(sizes, name)
+  if len(shards) > 1:
+    _write_json(folder / _INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    stale.discard(_INDEX_FILE)
+  for name in stale:
+    (folder / name).unlink(missing_ok=True)
+  _write_json(folder / "config.json", values)
+
+
+def _write_shards(
+  folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], max_bytes: int
+) -> list[tuple[pathlib.Path, dict[str, int]]]:
+  """Writes numbered temporary files of up to `max_bytes`; returns each with its tensors' sizes in bytes."""
+  shards: list[tuple[pathlib.Path, dict[str, int]]] = []
+  pending: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+
+  def flush() -> None:
+    path = folder / f".part-{len(shards):05d}.safetensors"
+    safetensors.numpy.save_file(dict(pending), path, metadata={"format": "pt"})
+    shards.append((path, {name: value.nbytes for name, value in pending.items()}))
+    pending.clear()
+
+  for name, value in tensors:
+    if pending and sum(x.nbytes for x in pending.values()) + value.nbytes > max_bytes:
+      flush()
+    pending[name] = value
+  flush()
+  return shards
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+  temporary = path.with_name(f".{path.name}.part")
+  temporary.write_text(json.dumps(value, indent=2) + "\n")
+  temporary.replace(path)

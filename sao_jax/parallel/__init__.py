@@ -1,0 +1,28 @@
+"""Sharding: the mesh, the table of where arrays live, and functions on it; `distributed` for several processes."""
+
+from __future__ import annotations
+
+from sao_jax.parallel import rules
+from sao_jax.parallel.axes import AXES
+from sao_jax.parallel.cached_policy import cached_on_mesh
+from sao_jax.parallel.mesh import MeshConfig, make_mesh, parse_mesh
+from sao_jax.parallel.rules import Rule, batch_shardings, cache_shardings, replicated, shardings_for
+from sao_jax.parallel.step import hold_sharded, jit_step, on_mesh, place
+
+__all__ = [
+  "AXES",
+  "MeshConfig",
+  "Rule",
+  "batch_shardings",
+  "cache_shardings",
+  "cached_on_mesh",
+  "hold_sharded",
+  "jit_step",
+  "make_mesh",
+  "on_mesh",
+  "parse_mesh",
+  "place",
+  "replicated",
+  "rules",
+  "shardings_for",
+]

@@ -1,0 +1,83 @@
+"""The rollout engine's policy on a mesh: slots over the row axes, heads over `tensor`, cached time over `context`.
+
+Key/value heads that `tensor` does not divide are cached by each of its devices; query heads are split all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sao_jax.parallel.axes import ROWS, axes_in_use
+from sao_jax.parallel.rules import CACHE_RULES, matches, path_components, replicated, spec_for
+from sao_jax.parallel.step import on_mesh
+from sao_jax.types import Cache, CachedPolicy, Params, SlotPlacement, Window
+
+
+def cached_on_mesh(
+  policy: CachedPolicy, mesh: Mesh, dispatching: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> CachedPolicy:
+  """The same policy with its cache held to `cache_shardings`; slots must divide by the row axes, time by `context`.
+
+  Along `context` a slot's time is split. A shorter live part of it would lie on a few of the devices, so every step
+  attends to the whole cache there, masked; off `context` it is cut as usual.
+
+  Args:
+    policy: e.g. `models.cached_policy(config)`.
+    mesh: where the engine runs: devices of this process.
+    dispatching: see `types.SlotPlacement`.
+  """
+  whole_time = mesh.shape["context"] > 1
+
+  def hold(tree: Any) -> Any:
+    """Keys and values, of a cache or of a window, on their shards; the rest as it is."""
+
+    def leaf(path: Any, x: jax.Array) -> jax.Array:
+      names = path_components(path)
+      if not any(matches(rule.pattern, names) for rule in CACHE_RULES):
+        return x
+      return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec_for(names, x.shape, mesh, CACHE_RULES)))
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+  def init_cache(num_slots: int, max_len: int) -> Cache:
+    return hold(policy.init_cache(num_slots, max_len))
+
+  def extend(params: Params, cache: Cache, *args: Any, live_len: int) -> tuple[jax.Array, Cache]:
+    hidden, cache = policy.extend(params, cache, *args, live_len=_time(cache) if whole_time else live_len)
+    return hidden, hold(cache)
+
+  def window(cache: Cache, slots: jax.Array, positions: jax.Array, *, steps: int, live_lens: tuple[int, ...]) -> Window:
+    if whole_time:
+      # With room for all steps behind a full slot, in shards of one length.
+      live_lens = (-(-(_time(cache) + steps) // mesh.shape["context"]) * mesh.shape["context"],)
+    return hold(policy.window(cache, slots, positions, steps=steps, live_lens=live_lens))
+
+  def step(prepared: Params, window: Window, tokens: jax.Array, i: jax.Array) -> tuple[jax.Array, Window]:
+    hidden, window = policy.step(prepared, window, tokens, i)
+    return hidden, hold(window)
+
+  def merge(cache: Cache, window: Window, count: jax.Array) -> Cache:
+    return hold(policy.merge(cache, window, count))
+
+  slots = PartitionSpec(axes_in_use(mesh, *ROWS) or None)
+  return CachedPolicy(
+    init_cache=init_cache,
+    extend=on_mesh(extend, mesh),
+    prepare=policy.prepare,
+    window=window,
+    step=on_mesh(step, mesh),
+    lm_head=policy.lm_head,
+    merge=merge,
+    placement=SlotPlacement(NamedSharding(mesh, slots), replicated(mesh), dispatching),
+  )
+
+
+def _time(cache: Cache) -> int:
+  """Positions that a slot's cache holds: what its keys `[S, K, Dh, max_len]` end with."""
+  path_and_leaf = jax.tree_util.tree_flatten_with_path(cache)[0]
+  return int(next(leaf.shape[-1] for path, leaf in path_and_leaf if path[-1].key == "key"))

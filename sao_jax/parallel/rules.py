@@ -1,0 +1,175 @@
+"""Where arrays live: one table from path to mesh axes, for parameters, optimizer states, batches and caches.
+
+A row is a pattern for the END of a path and, per dimension, the mesh axes that split it. Optimizer states need no rows
+of their own: the moments of a parameter carry its path as their suffix. Scalars are replicated. A path without a row, a
+rank that differs and a dimension that does not divide are errors: a silent replica of a large weight is found too late.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sao_jax.parallel.axes import EXPERT_SHARD, ROWS, SHARD
+
+Axes: TypeAlias = tuple[str, ...] | str | None
+"""Mesh axes that one dimension is split over."""
+
+
+class IfEven(NamedTuple):
+  """An axis that splits a dimension only where it divides it; elsewhere every device along it holds the dimension."""
+
+  axis: str
+
+
+class Rule(NamedTuple):
+  """One row of the table."""
+
+  pattern: str
+  """Components joined by `/`, matched against as many components at the end of the path; `*` and `{a,b}` inside one."""
+  dims: tuple[Axes, ...]
+  """One entry per dimension."""
+
+
+RULES: tuple[Rule, ...] = (
+  # Token embedding [V, D] and output heads.
+  Rule("embed/embedding", ("tensor", SHARD)),
+  Rule("lm_head/kernel", (SHARD, "tensor")),
+  Rule("value_head/kernel", (None, None)),
+  Rule("value_head/bias", (None,)),
+  # Attention: heads over `tensor`.
+  Rule("attention/{q_proj,k_proj,v_proj}/kernel", (SHARD, "tensor")),
+  Rule("attention/{q_proj,k_proj,v_proj}/bias", ("tensor",)),
+  Rule("attention/o_proj/kernel", ("tensor", SHARD)),
+  Rule("attention/o_proj/bias", (None,)),
+  Rule("attention/{q_norm,k_norm}/scale", (None,)),
+  # SwiGLU, dense or shared by all tokens: width over `tensor`.
+  Rule("{mlp,shared_experts}/{gate_proj,up_proj}/kernel", (SHARD, "tensor")),
+  Rule("{mlp,shared_experts}/{gate_proj,up_proj}/bias", ("tensor",)),
+  Rule("{mlp,shared_experts}/down_proj/kernel", ("tensor", SHARD)),
+  Rule("{mlp,shared_experts}/down_proj/bias", (None,)),
+  # Stacked experts [E, D, F] and [E, F, D], and the router [D, E].
+  Rule("moe/{gate_proj,up_proj}", ("expert", EXPERT_SHARD, "tensor")),
+  Rule("moe/down_proj", ("expert", "tensor", EXPERT_SHARD)),
+  Rule("router/kernel", (SHARD, None)),
+  Rule("router/correction_bias", (None,)),
+  # Norms.
+  Rule("*norm/scale", (None,)),
+)
+
+CACHE_RULES: tuple[Rule, ...] = (  # Models with few key/value heads want more devices than these for the others.
+  Rule("key", (ROWS, IfEven("tensor"), None, "context")),  # [S, K, Dh, max_len]
+  Rule("value", (ROWS, IfEven("tensor"), "context", None)),  # [S, K, max_len, Dh]
+)
+
+
+def path_components(path: Sequence[Any]) -> tuple[str, ...]:
+  """The names along a key path of `jax.tree_util`."""
+  names = ("key", "name", "idx")
+  return tuple(str(next(getattr(entry, name) for name in names if hasattr(entry, name))) for entry in path)
+
+
+def matches(pattern: str, path: Sequence[str]) -> bool:
+  """Whether the last components of `path` match the pattern, component by component.
+
+  >>> matches("attention/{q_proj,k_proj}/kernel", ("0", "mu", "layers_3", "attention", "k_proj", "kernel"))
+  True
+  >>> matches("attention/{q_proj,k_proj}/kernel", ("layers_3", "attention", "o_proj", "kernel"))
+  False
+  """
+  parts = pattern.split("/")
+  tail = path[len(path) - len(parts) :] if len(parts) <= len(path) else ()
+  return len(tail) == len(parts) and all(_component_matches(p, name) for p, name in zip(parts, tail, strict=True))
+
+
+def _component_matches(pattern: str, name: str) -> bool:
+  choices = pattern[1:-1].split(",") if pattern.startswith("{") else [pattern]
+  return any(fnmatch.fnmatchcase(name, choice) for choice in choices)
+
+
+def spec_for(path: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Sequence[Rule] = RULES) -> PartitionSpec:
+  """The spec of one array by the first rule that matches its path.
+
+  Raises:
+    ValueError: no rule matches, the rule's rank is another, or a dimension does not divide; the message names the path.
+  """
+  if not shape:
+    return PartitionSpec()
+  name = "/".join(path)
+  rule = next((rule for rule in rules if matches(rule.pattern, path)), None)
+  if rule is None:
+    raise ValueError(f"no sharding rule matches {name!r} of shape {tuple(shape)}; add a row to the table.")
+  if len(rule.dims) != len(shape):
+    raise ValueError(
+      f"{name!r} has shape {tuple(shape)}, but its sharding rule {rule.pattern!r} is for {len(rule.dims)} dimensions."
+    )
+  return PartitionSpec(*(_fit(name, shape, dim, axes, mesh) for dim, axes in enumerate(rule.dims)))
+
+
+def _fit(name: str, shape: Sequence[int], dim: int, axes: Axes, mesh: Mesh) -> Axes:
+  """The axes without those of size 1, after the check that their product divides the dimension."""
+  wanted = (axes,) if isinstance(axes, str) else axes or ()
+  used = tuple(axis for axis in wanted if mesh.shape[axis] > 1)
+  ways = math.prod(mesh.shape[axis] for axis in used)
+  if shape[dim] % ways and isinstance(axes, IfEven):
+    return None
+  if shape[dim] % ways:
+    shown = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in used)
+    raise ValueError(
+      f"{name!r} of shape {tuple(shape)}: dimension {dim} ({shape[dim]}) must be a multiple of {ways}, "
+      f"since mesh axes {shown} split it."
+    )
+  return used if len(used) > 1 else used[0] if used else None
+
+
+def shardings_for(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
+  """A `NamedSharding` for every leaf of a tree of parameters, of optimizer states, or of both (a whole learner state).
+
+  Args:
+    tree: arrays or `jax.ShapeDtypeStruct`s.
+    mesh: from `make_mesh`.
+    rules: the table; models with other parameter paths bring their own.
+
+  Returns:
+    The same tree with a `NamedSharding` at each leaf.
+
+  Raises:
+    ValueError: see `spec_for`.
+  """
+
+  def leaf_sharding(path: Any, leaf: Any) -> NamedSharding:
+    return NamedSharding(mesh, spec_for(path_components(path), leaf.shape, mesh, rules))
+
+  return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
+
+
+def cache_shardings(cache: Any, mesh: Mesh) -> Any:
+  """Key/value caches: slots over `ROWS`, heads over `tensor` where it divides them, time over `context`."""
+  return shardings_for(cache, mesh, CACHE_RULES)
+
+
+def batch_shardings(batch: Any, mesh: Mesh) -> Any:
+  """Packed batches, `[B, T]` or `[M, B, T]` per leaf: rows over `ROWS`, tokens over `context`, microbatches nowhere.
+
+  Raises:
+    ValueError: rows or tokens do not divide; the message names the field.
+  """
+
+  def leaf_sharding(path: Any, leaf: Any) -> NamedSharding:
+    name = "batch/" + "/".join(path_components(path))
+    if len(leaf.shape) not in (2, 3):
+      raise ValueError(f"leaves of a batch are [B, T] or [M, B, T]; {name!r} has shape {leaf.shape}.")
+    dims: tuple[Axes, ...] = (*(None,) * (len(leaf.shape) - 2), ROWS, "context")
+    return NamedSharding(mesh, PartitionSpec(*(_fit(name, leaf.shape, i, axes, mesh) for i, axes in enumerate(dims))))
+
+  return jax.tree_util.tree_map_with_path(leaf_sharding, batch)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """On every device, whole."""
+  return NamedSharding(mesh, PartitionSpec())

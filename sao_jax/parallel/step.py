@@ -1,0 +1,103 @@
+"""Puts pure functions on a mesh: jitted learner steps, and model callables whose gradients stay sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sao_jax.parallel.axes import ROWS
+from sao_jax.parallel.rules import RULES, Rule, batch_shardings, replicated, shardings_for
+from sao_jax.types import Params, TokenBatch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def jit_step(
+  step: Callable[..., tuple[Any, Any]], state: Any, batch: TokenBatch, mesh: Mesh, rules: Sequence[Rule] = RULES
+) -> Any:
+  """Compiles a learner step `(state, batch, num_microbatches) -> (state, metrics)` for a mesh.
+
+  The state (donated) lives by the rules before and after, the batch by `batch_shardings`, metrics on every device.
+  Results are those of the unsharded step but for the order of float sums: the step's sums are over the global arrays,
+  so that shards with unequal numbers of action tokens weigh in by their tokens.
+
+  Args:
+    step: a plain function, e.g. `learner.update.make_update_step(..., jit=False)`.
+    state: arrays or shapes of the state.
+    batch: arrays or shapes of a batch (the number of microbatches may differ from call to call).
+    mesh: from `make_mesh`.
+    rules: the table for the state.
+
+  Returns:
+    The jitted step; it takes a state placed by `place` and a batch from `distributed.global_batch` or NumPy arrays.
+
+  Raises:
+    ValueError: a path without a rule, or a dimension that does not divide.
+  """
+  state_shardings, whole = shardings_for(state, mesh, rules), replicated(mesh)
+  return jax.jit(
+    on_mesh(step, mesh),
+    in_shardings=(state_shardings, batch_shardings(batch, mesh), whole),
+    out_shardings=(state_shardings, whole),
+    donate_argnums=0,
+  )
+
+
+def on_mesh(fn: F, mesh: Mesh) -> F:
+  """`fn` with the mesh as JAX's ambient mesh while it is traced: the models' per-platform kernels look there."""
+
+  def traced(*args: Any, **kwargs: Any) -> Any:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return fn(*args, **kwargs)
+
+  return traced  # type: ignore[return-value]
+
+
+def hold_sharded(apply: F, mesh: Mesh, rules: Sequence[Rule] = RULES) -> F:
+  """A `PolicyApply` or `ValueApply` that pins its parameters, and by transposition their gradients, to the rules.
+
+  Without it the compiler may keep a replicated gradient accumulator, which a large model has no room for.
+  """
+  tokens_sharding = NamedSharding(mesh, PartitionSpec(ROWS, "context"))
+
+  def held(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Any:
+    params = jax.tree.map(_pin, params, shardings_for(params, mesh, rules))
+    tokens, positions, segment_ids = (
+      jax.lax.with_sharding_constraint(x, tokens_sharding) for x in (tokens, positions, segment_ids)
+    )
+    return apply(params, tokens, positions, segment_ids)
+
+  return held  # type: ignore[return-value]
+
+
+def _pin(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+  @jax.custom_vjp
+  def pinned(x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+  def forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return pinned(x), None
+
+  def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    # The barrier keeps the sum over devices inside loops over microbatches: the compiler would rather sum once, after
+    # the loop, for which every device would accumulate whole gradients.
+    return (jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(gradient, sharding)),)
+
+  pinned.defvjp(forward, backward)
+  return pinned(x)
+
+
+def place(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
+  """Puts host or device arrays onto the mesh by the rules; every process must hold the same values.
+
+  Each process copies only the slices of its own devices. The result owns its buffers: it may be donated.
+  """
+
+  def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.array(leaf[index]))
+
+  return jax.tree.map(put, tree, shardings_for(tree, mesh, rules))

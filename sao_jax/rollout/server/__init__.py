@@ -1,0 +1,1 @@
+"""An HTTP server over the rollout engine."""

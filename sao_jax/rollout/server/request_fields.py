@@ -1,0 +1,135 @@
+"""Checked reading of a JSON request: each field is taken by name and type, and what is left over is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+class BadRequestError(Exception):
+  """A request that is refused; `field` names the culprit."""
+
+  def __init__(self, message: str, *, field: str | None = None, status: int = 400):
+    super().__init__(message)
+    self.field = field
+    self.status = status
+
+
+def _no_constant(name: str) -> Any:
+  raise ValueError(f"{name} is not JSON")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  fields: dict[str, Any] = {}
+  for name, value in pairs:
+    if name in fields:
+      raise ValueError(f"{name:.80} is there twice")
+    fields[name] = value
+  return fields
+
+
+class RequestFields:
+  """The fields of a request body.
+
+  >>> fields = RequestFields(b'{"max_tokens": 5, "n": 2}')
+  >>> fields.integer("max_tokens", low=1, high=8)
+  5
+  >>> fields.finish({"n": (1,)})
+  Traceback (most recent call last):
+  ...
+  sao_jax.rollout.server.request_fields.BadRequestError: n must be 1; received 2.
+
+  Args:
+    body: JSON text, or the parsed value of a field that is an object itself.
+    prefix: what the names in messages begin with.
+  """
+
+  def __init__(self, body: bytes | Mapping[str, Any], prefix: str = ""):
+    if isinstance(body, bytes):
+      try:
+        body = json.loads(body or b"{}", parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
+      except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body must be JSON: {error}") from error
+    if not isinstance(body, dict):
+      raise BadRequestError(f"the body must be a JSON object; received {type(body).__name__}.")
+    self._rest = dict(body)
+    self._prefix = prefix
+
+  def integer(self, name: str, *, low: int, high: int, default: int | None = None) -> int | None:
+    """An integer in [low, high]; null or missing gives `default`."""
+    value = self._rest.pop(name, None)
+    if value is None:
+      return default
+    if type(value) is not int or not low <= value <= high:
+      raise self._wrong(name, f"an integer in [{low}, {high}]", value)
+    return value
+
+  def number(self, name: str, *, default: float) -> float:
+    """A finite number; null or missing gives `default`."""
+    value = self._rest.pop(name, None)
+    if value is None:
+      return default
+    try:
+      number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+      number = math.inf
+    if not math.isfinite(number):
+      raise self._wrong(name, "a finite number", value)
+    return number
+
+  def boolean(self, name: str, *, default: bool = False) -> bool:
+    """True or false; null or missing gives `default`."""
+    value = self._rest.pop(name, None)
+    if value is None:
+      return default
+    if not isinstance(value, bool):
+      raise self._wrong(name, "true or false", value)
+    return value
+
+  def text(self, name: str, *, max_chars: int = 4096) -> str | None:
+    """A string; None if it is null or missing."""
+    value = self._rest.pop(name, None)
+    if value is None:
+      return None
+    if not isinstance(value, str) or not 0 < len(value) <= max_chars:
+      raise self._wrong(name, f"a string of 1 to {max_chars} characters", value)
+    if any("\ud800" <= character <= "\udfff" for character in value):
+      raise self._wrong(name, "text without lone surrogates", value)
+    return value
+
+  def ids(self, name: str) -> list[int] | None:
+    """A list of token ids; None if it is null or missing."""
+    value = self._rest.pop(name, None)
+    if value is None:
+      return None
+    if not isinstance(value, list) or any(type(i) is not int for i in value):
+      raise self._wrong(name, "a list of token ids", value)
+    return value
+
+  def nested(self, name: str) -> RequestFields:
+    """The fields of an object inside; null or missing is an empty one."""
+    value = self._rest.pop(name, None)
+    if value is not None and not isinstance(value, dict):
+      raise self._wrong(name, "an object", value)
+    return RequestFields(value or {}, prefix=f"{self._prefix}{name}.")
+
+  def is_text(self, name: str) -> bool:
+    """Whether the field is a string."""
+    return isinstance(self._rest.get(name), str)
+
+  def finish(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses every field that was not taken, unless it is in `neutral` with a value that asks for nothing."""
+    for name, value in self._rest.items():
+      if name not in neutral:
+        raise BadRequestError(f"unknown field {self._prefix}{name:.80}.", field=f"{self._prefix}{name:.80}")
+      allowed = neutral[name]
+      if value is not None and not any(type(value) is type(x) and value == x for x in allowed):
+        raise self._wrong(name, " or ".join(json.dumps(x) for x in allowed) or "null", value)
+
+  def _wrong(self, name: str, allowed: str, value: Any) -> BadRequestError:
+    received = json.dumps(value)
+    if len(received) > 80:
+      received = received[:80] + "..."
+    return BadRequestError(f"{self._prefix}{name} must be {allowed}; received {received}.", field=self._prefix + name)

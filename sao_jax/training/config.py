@@ -1,0 +1,261 @@
+"""One frozen configuration for a whole run: what a workdir's `config.json` records and what the command line overrides.
+
+Each room owns the config of its component; this module composes them and checks what no single room can see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypedDict, get_args
+
+from sao_jax.learner import algorithms
+from sao_jax.learner.config import LearnerConfig, OptimizerConfig
+from sao_jax.models.config import ModelConfig
+from sao_jax.parallel.mesh import MeshConfig
+from sao_jax.rollout.engine.config import EngineConfig
+from sao_jax.rollout.ray.config import ClusterConfig
+from sao_jax.rollout.remote.config import RemoteConfig
+
+Schedule = Literal["async", "sync", "lagged"]
+Stage = Literal["warm_start", "value_pretraining", "rl"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+def _require(condition: bool, name: str, received: Any, allowed: str) -> None:
+  if not condition:
+    raise ValueError(f"{name} must be {allowed}; received {received!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+  """The task, for commands that make it by name: a function and its options."""
+
+  factory: str | None = None
+  """`module:function`; called with `options` as keywords, it returns a `types.Domain`. None: the caller of
+  `training.loop.train` passes a domain of its own."""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self) -> None:
+    if self.factory is not None:
+      module, _, function = self.factory.partition(":")
+      _require(bool(module and function), "env.factory", self.factory, "of the form 'module:function'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+  """Stage 1: supervised fine-tuning on the domain's demonstrations."""
+
+  num_steps: int = 0
+  """Optimizer updates; 0 leaves the policy as it is (a pretrained checkpoint, say)."""
+  batch_size: int = 128
+  """Demonstrations per update."""
+  optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, warmup_steps=50)
+  log_every: int = 20
+  save_every: int = 200
+  """Updates between the checkpoints that a run which is stopped within the stage goes on from; also in value
+  pretraining."""
+
+  def __post_init__(self) -> None:
+    _require(self.num_steps >= 0, "warm_start.num_steps", self.num_steps, ">= 0")
+    _require(self.batch_size >= 1, "warm_start.batch_size", self.batch_size, ">= 1")
+    _require(self.log_every >= 1, "warm_start.log_every", self.log_every, ">= 1")
+    _require(self.save_every >= 1, "warm_start.save_every", self.save_every, ">= 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+  """Stage 2: the value model starts as a copy of the policy with a zero head, fitted to the initial policy's
+  trajectories."""
+
+  pretraining_trajectories: int = 0
+  """Trajectories of the initial policy; 0 starts RL with a cold critic (ablation). Not used by algorithms without a
+  critic."""
+  pretraining_epochs: int = 4
+  """Passes over them, in batches of the run's `batch_size`."""
+  pretraining_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)
+
+  def __post_init__(self) -> None:
+    count = self.pretraining_trajectories
+    _require(count >= 0, "critic.pretraining_trajectories", count, ">= 0")
+    _require(self.pretraining_epochs >= 1, "critic.pretraining_epochs", self.pretraining_epochs, ">= 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+  """What is saved when."""
+
+  every_steps: int = 50
+  """Learner steps between checkpoints; the last step is always saved."""
+  keep: int = 2
+  """Newest checkpoints that stay."""
+  keep_best: int = 1
+  """Checkpoints with the highest training success that stay besides."""
+
+  def __post_init__(self) -> None:
+    _require(self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, ">= 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+  """Everything about a run. Fields that may be changed on a resume are listed in `MAY_DIFFER`."""
+
+  algorithm: str = "sao"
+  """A key of `learner.algorithms.ALGORITHMS`: it decides the learner's fields that it names.
+
+  Those that have their defaults are set; another value is an error. Group methods need a `group_size` too, and what
+  clips ratios to pi_old (`ppo_clip`, `icepop`, `gspo`) clips from the second of `learner.policy_minibatches` on."""
+  schedule: Schedule = "async"
+  seed: int = 0
+  num_steps: int
+  """Learner steps, i.e. policy updates."""
+  batch_size: int = 128
+  """Trajectories per learner step."""
+  group_size: int = 1
+  """Episodes per prompt; 1 for single-rollout methods, a divisor of `batch_size` for group methods."""
+  lag: int = 0
+  """`lagged`: how many versions old the weights are with which a batch is begun."""
+  lag_switch_chunks: int | None = None
+  """`lagged`: the engine goes one version up after so many decode chunks; None: a batch has one version."""
+  max_staleness: int = 8
+  """Largest allowed learner version at use minus oldest version among a trajectory's action tokens."""
+  queue_capacity: int | None = None
+  """While so many trajectories wait no new episode begins; None: twice the batch."""
+  max_skipped_in_a_row: int = 8
+  """The run stops, with a checkpoint, when so many learner steps in a row skipped an update because something was not
+  finite; 0: never. Their batches are in `bad_batches/`. The same goes for the stages before RL: value pretraining keeps
+  its batches in `stages/value_pretraining/bad_batches/`, and a warm start looks every `log_every` updates."""
+  eval_episodes: int = 512
+  """Held-out episodes before and after RL; pass@1 at the engine's temperature."""
+
+  policy: ModelConfig
+  policy_checkpoint: str | None = None
+  """A Hugging Face directory or a GGUF file to start from; None: fresh parameters."""
+  critic: CriticConfig = CriticConfig()
+  warm_start: WarmStartConfig = WarmStartConfig()
+  learner: LearnerConfig
+  engine: EngineConfig = EngineConfig()
+  remote: RemoteConfig = RemoteConfig()
+  """A server that generates the rollouts, in place of the embedded engine."""
+  cluster: ClusterConfig = ClusterConfig()
+  """`async` only: several engines, in processes of their own, here or on other machines; each on one device."""
+  env: EnvConfig = EnvConfig()
+  mesh: MeshConfig = MeshConfig(data=1)
+  """Devices of learner and engine, see `placement.Placement`. data=1 is one device; an axis of -1 takes all that there
+  are. `learner.rows_per_microbatch` and `engine.num_slots` are multiples of data x fsdp x expert, `learner.row_length`
+  and `engine.max_len` of context. Rows that a batch does not fill are padding."""
+  checkpoint: CheckpointConfig = CheckpointConfig()
+
+  def __post_init__(self) -> None:
+    known = algorithms.ALGORITHMS
+    _require(self.algorithm in known, "algorithm", self.algorithm, f"one of {', '.join(known)}")
+    _require(self.schedule in get_args(Schedule), "schedule", self.schedule, f"one of {', '.join(get_args(Schedule))}")
+    _require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
+    for name in ("num_steps", "lag", "max_staleness", "max_skipped_in_a_row", "eval_episodes"):
+      _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+    for name in ("batch_size", "group_size"):
+      _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+    divides = self.batch_size % self.group_size == 0
+    _require(divides, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
+    self._apply_algorithm()
+    self._check_schedule()
+    _require(
+      self.learner.row_length >= self.engine.max_len,
+      "learner.row_length",
+      self.learner.row_length,
+      f"at least engine.max_len = {self.engine.max_len}: a trajectory lies in one row",
+    )
+    _require(
+      self.learner.temperature == self.engine.temperature,
+      "learner.temperature",
+      self.learner.temperature,
+      f"engine.temperature = {self.engine.temperature}: both sides score the distribution that was sampled from",
+    )
+    _require(
+      self.engine.top_p == 1.0 or self.num_steps == 0,
+      "engine.top_p",
+      self.engine.top_p,
+      "1.0 with num_steps > 0: the learner scores the whole distribution, not the truncated one that was sampled from",
+    )
+
+  def _apply_algorithm(self) -> None:
+    """Sets the learner's fields that the algorithm names where they have their defaults; others must agree with it."""
+    fields = algorithms.ALGORITHMS[self.algorithm]
+    defaults = {field.name: field.default for field in dataclasses.fields(LearnerConfig)}
+    missing = {name: value for name, value in fields.items() if getattr(self.learner, name) == defaults[name]}
+    object.__setattr__(self, "learner", dataclasses.replace(self.learner, **missing))
+    for name, value in fields.items():
+      _require(
+        getattr(self.learner, name) == value,
+        f"learner.{name}",
+        getattr(self.learner, name),
+        f"{value!r} with algorithm={self.algorithm!r}",
+      )
+    with_it = f"with algorithm={self.algorithm!r}"
+    if self.learner.needs_groups:
+      _require(self.group_size > 1, "group_size", self.group_size, f"greater than 1 {with_it}")
+    else:
+      _require(self.group_size == 1, "group_size", self.group_size, f"1 {with_it}: single rollouts")
+
+  def _check_schedule(self) -> None:
+    lagged = self.schedule == "lagged"
+    _require(lagged or self.lag == 0, "lag", self.lag, f"0 with schedule={self.schedule!r}")
+    switch = self.lag_switch_chunks
+    _require(lagged or switch is None, "lag_switch_chunks", switch, "None unless lagged")
+    _require(switch is None or switch >= 1, "lag_switch_chunks", switch, ">= 1 or None")
+    _require(self.lag <= self.max_staleness, "lag", self.lag, f"at most max_staleness = {self.max_staleness}")
+    counted = switch is None or self.remote.url is None
+    _require(counted, "lag_switch_chunks", switch, "None with a remote.url: a server's decode chunks are not counted")
+    engines = self.cluster.num_engines
+    _require(engines == 0 or self.schedule == "async", "cluster.num_engines", engines, "0 unless async")
+    _require(engines == 0 or self.remote.url is None, "cluster.num_engines", engines, "0 with a remote.url")
+    capacity = self.queue_capacity
+    enough = capacity is None or capacity >= self.batch_size
+    _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
+
+
+MAY_DIFFER = frozenset({
+  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "remote", "cluster",
+  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share",
+})  # fmt: skip
+"""Fields of `RunConfig` that a resumed run may change."""
+
+
+class Comparison(TypedDict):
+  """Keyword arguments of `io.workdir.config_differences` and of what calls it."""
+
+  may_differ: Collection[str]
+  may_be_missing: Collection[str]
+
+
+def comparison(config: RunConfig) -> Comparison:
+  """How a recorded config is compared with this one: what may differ, and what a record may lack.
+
+  A record of an older release lacks the fields that were added since; where they have their defaults the run is the
+  same.
+  """
+  return {"may_differ": MAY_DIFFER, "may_be_missing": _at_default(config)}
+
+
+def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
+  """Dotted names of the fields that have their default."""
+  names: set[str] = set()
+  for field in dataclasses.fields(config):
+    name, value = prefix + field.name, getattr(config, field.name)
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
+    if default is not dataclasses.MISSING and value == default:
+      names.add(name)
+    if dataclasses.is_dataclass(value):
+      names |= _at_default(value, f"{name}.")
+  return frozenset(names)
+
+
+def pretraining_learner(config: RunConfig) -> LearnerConfig:
+  """The learner's settings for value pretraining: the critic's optimizer is that of the stage."""
+  return dataclasses.replace(config.learner, critic_optimizer=config.critic.pretraining_optimizer)
+
+
+def to_json(config: Any) -> Any:
+  """A config as JSON values, for `config.json`."""
+  return dataclasses.asdict(config)

@@ -1,0 +1,219 @@
+"""Success on held-out tasks: pass@1 at the engine's temperature, with an interval that says how much to believe."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sao_jax.rollout.engine.engine import RolloutEngine
+from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.training.multi_process import SharedRollouts
+from sao_jax.types import Domain, Environment, Params, Step, Trajectory
+
+EVALUATION_SEED = 2**31
+"""Sampling noise of evaluations: the same before and after training, and no training call's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+  """Result over `n` episodes, one per held-out task."""
+
+  success_rate: float
+  n: int
+  low: float
+  """Ends of the 95 % Wilson interval of the success rate."""
+  high: float
+  turns_mean: float
+  failed: int
+  """Episodes that broke (an environment that raised, say); they count as not solved."""
+  trajectories: tuple[Trajectory, ...]
+
+
+class BothSplits(Environment):
+  """One environment over both splits: task `num_train_tasks + i` is held-out task i. So one engine serves both."""
+
+  def __init__(self, domain: Domain):
+    self._domain = domain
+    self._train = domain.make_env("train")
+    self._eval: Environment | None = None
+    self._current = self._train
+
+  def reset(self, task_index: int) -> str:
+    held_out = task_index - self._domain.num_train_tasks
+    if held_out < 0:
+      self._current = self._train
+      return self._train.reset(task_index)
+    if self._eval is None:
+      self._eval = self._domain.make_env("eval")
+    self._current = self._eval
+    return self._eval.reset(held_out)
+
+  def step(self, action: str) -> Step:
+    return self._current.step(action)
+
+  def close(self) -> None:
+    self._train.close()
+    if self._eval is not None:
+      self._eval.close()
+
+
+def evaluate(
+  engine: RolloutEngine | SharedRollouts, domain: Domain, params: Params, *, num_episodes: int, version: int = 0
+) -> Evaluation:
+  """Runs one episode on each of the first `num_episodes` held-out tasks.
+
+  Args:
+    engine: `Components.rollouts`, or an engine over `BothSplits` environments; nothing else may be running in it.
+    domain: the tasks.
+    params: the policy on the engine's devices (`Placement.for_engine`); not donated.
+    num_episodes: at least 1; more than there are tasks starts over with new noise.
+    version: recorded in the trajectories.
+  """
+  if num_episodes < 1:
+    raise ValueError(f"num_episodes must be >= 1; received {num_episodes}.")
+  requests = [
+    EpisodeRequest(task_index=domain.num_train_tasks + i % domain.num_eval_tasks, episode_id=i, group_id=i)
+    for i in range(num_episodes)
+  ]
+  done = tuple(engine.generate(lambda _: (params, version), requests, seed=EVALUATION_SEED))
+  successes = sum(x.success for x in done)
+  low, high = wilson_interval(successes, num_episodes)
+  return Evaluation(
+    success_rate=successes / num_episodes,
+    n=num_episodes,
+    low=low,
+    high=high,
+    turns_mean=float(np.mean([x.num_turns for x in done])) if done else math.nan,
+    failed=num_episodes - len(done),
+    trajectories=done,
+  )
+
+
+def wilson_interval(successes: float, n: int, *, z: float = 1.959964) -> tuple[float, float]:
+  """The Wilson score interval of a success rate: its ends stay in [0, 1], and 0 of n is not taken for certainty.
+
+  (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n (Wilson 1927).
+
+  >>> low, high = wilson_interval(50, 100)
+  >>> round(low, 4), round(high, 4)
+  (0.4038, 0.5962)
+  """
+  if n < 1 or not 0 <= successes <= n:
+    raise ValueError(f"successes must be in [0, n] with n >= 1; received {successes} of {n}.")
+  p = successes / n
+  middle = p + z * z / (2 * n)
+  spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+  scale = 1 + z * z / n
+  return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassAtOne:
+  """Success of one attempt, averaged over several runs of the same problems."""
+
+  mean: float
+  low: float
+  """Ends of the 95 % interval over problems, `interval_over_problems`."""
+  high: float
+  by_run: tuple[float, ...]
+  num_runs: int
+  num_problems: int
+  turns_mean: float
+  truncated: int
+  failed: int
+  """Episodes that broke; they count as not solved."""
+
+
+def evaluate_runs(
+  engine: RolloutEngine | SharedRollouts,
+  domain: Domain,
+  params: Params,
+  *,
+  num_runs: int,
+  known: Sequence[Trajectory] = (),
+  on_done: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> PassAtOne:
+  """Runs every held-out task `num_runs` times, and measures pass@1.
+
+  Args:
+    engine: as for `evaluate`.
+    domain: the tasks.
+    params: as for `evaluate`.
+    num_runs: at least 1.
+    known: trajectories of an evaluation that was stopped; their episodes are not run again. An episode's samples are
+      those of its number, so the result is that of an evaluation in one go.
+    on_done: told of every new trajectory as it ends.
+
+  Raises:
+    ValueError: `num_runs` < 1, or `known` holds an episode that this evaluation does not have.
+  """
+  if num_runs < 1:
+    raise ValueError(f"num_runs must be >= 1; received {num_runs}.")
+  n = domain.num_eval_tasks
+  done = {x.episode_id: x for x in known if x.episode_id < n * num_runs}
+  for x in done.values():
+    if x.task_index != domain.num_train_tasks + x.episode_id % n:
+      raise ValueError(
+        f"known: episode {x.episode_id} must be of task {domain.num_train_tasks + x.episode_id % n}; received "
+        f"{x.task_index}: it is of another set of tasks."
+      )
+  requests = [
+    EpisodeRequest(task_index=domain.num_train_tasks + i % n, episode_id=i, group_id=i)
+    for i in range(n * num_runs)
+    if i not in done
+  ]
+  for trajectory in engine.generate(lambda _: (params, 0), requests, seed=EVALUATION_SEED):
+    on_done(trajectory)
+    done[trajectory.episode_id] = trajectory
+  solved = np.zeros((num_runs, n))
+  for i, trajectory in done.items():
+    solved[i // n, i % n] = trajectory.success
+  low, high = interval_over_problems(solved.mean(axis=0))
+  return PassAtOne(
+    mean=float(solved.mean()),
+    low=low,
+    high=high,
+    by_run=tuple(solved.mean(axis=1).tolist()),
+    num_runs=num_runs,
+    num_problems=n,
+    turns_mean=float(np.mean([x.num_turns for x in done.values()])) if done else math.nan,
+    truncated=sum(x.ended == "truncated" for x in done.values()),
+    failed=n * num_runs - len(done),
+  )
+
+
+def interval_over_problems(rates: np.ndarray) -> tuple[float, float]:
+  """The 95 % interval of a mean success rate: a bootstrap over problems, or Wilson's where all problems are alike.
+
+  All attempts at a problem are drawn together, so that they do not count as evidence about other problems. Where every
+  problem has the same rate (none solved, all solved) each resample has the same mean, which is no certainty: there
+  Wilson's interval is taken, each problem as one attempt.
+
+  Args:
+    rates: `[problems]`, share of a problem's attempts that solved it.
+
+  >>> low, high = interval_over_problems(np.zeros(30))
+  >>> low, round(high, 3)
+  (0.0, 0.114)
+  """
+  if rates.size and (rates == rates[0]).all():
+    return wilson_interval(float(rates.sum()), rates.size)
+  return bootstrap_interval(rates)
+
+
+def bootstrap_interval(values: np.ndarray, *, resamples: int = 10_000) -> tuple[float, float]:
+  """The 2.5 and 97.5 percentiles of the means of resamples of `values` (with a fixed seed).
+
+  >>> bootstrap_interval(np.array([0.5, 0.5, 0.5]))
+  (0.5, 0.5)
+  """
+  if values.ndim != 1 or not values.size:
+    raise ValueError(f"values must be one or more numbers in a row; received shape {values.shape}.")
+  rng = np.random.default_rng(0)
+  # One by one: 10,000 resamples of a large set at once would take much memory.
+  means = [values[rng.integers(values.size, size=values.size)].mean() for _ in range(resamples)]
+  low, high = np.percentile(means, [2.5, 97.5])
+  return float(low), float(high)

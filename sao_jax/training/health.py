@@ -1,0 +1,162 @@
+"""Watches over learning: skipped updates are counted and their batches kept, a critic that diverges is reported."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sao_jax.io import bad_batches
+from sao_jax.learner import LearnerState, make_diagnosis
+from sao_jax.learner.diagnosis import Diagnosis
+from sao_jax.parallel.distributed import is_main_process
+from sao_jax.training.components import Components
+from sao_jax.types import Trajectory
+
+_WINDOW = 8
+"""Learner steps over which the critic's error is averaged."""
+_DIVERGED = 4.0
+"""The critic diverges when its mean squared error is more than this times the largest mean squared return: answering 0
+to everything would have been four times as good."""
+
+_log = logging.getLogger(__name__)
+
+
+class RunStoppedError(RuntimeError):
+  """The run cannot go on by itself; what it had is saved."""
+
+
+class UpdateGuard:
+  """Looks at every learner step's report (the warm start, which fetches few of them, has `stages._Skips`).
+
+  A step that skipped an update because a loss, gradient, log-prob, value, return or advantage was not finite leaves its
+  batch in `<workdir>/bad_batches/`; `check` stops the run after `RunConfig.max_skipped_in_a_row` of them in a row.
+
+  `critic_error_ratio` in the metrics is the critic's squared error on batches it has not seen yet, over the last
+  `_WINDOW` steps, divided by the largest mean squared return of any such window so far. Near 1 a critic is no better
+  than answering 0; above 4 it diverges, which is logged once until it has fallen below 2 again.
+
+  Args:
+    parts: the run's parts.
+    workdir: where bad batches go.
+  """
+
+  def __init__(self, parts: Components, workdir: pathlib.Path):
+    self._parts = parts
+    self._workdir = workdir
+    self._diagnose: Diagnosis | None = None
+    self._skipped_before = 0
+    self._in_a_row = 0
+    self._last_report: pathlib.Path | None = None
+    self._errors = collections.deque[float](maxlen=_WINDOW)
+    self._squares = collections.deque[float](maxlen=_WINDOW)
+    self._scale = 0.0
+    self._diverged = False
+
+  def look(
+    self, step: int, state: LearnerState, trajectories: Sequence[Trajectory], report: Mapping[str, Any]
+  ) -> dict[str, float]:
+    """Takes note of a learner step; returns what it adds to the metrics row.
+
+    Args:
+      step: the learner step.
+      state: after it.
+      trajectories: its batch.
+      report: the step's metrics, on the host.
+    """
+    skipped = {name: int(report[f"skipped_{name}_nonfinite"]) for name in ("policy", "critic")}
+    if sum(skipped.values()) > self._skipped_before:
+      self._in_a_row += 1
+      self._keep(step, state, trajectories, report)
+    else:
+      self._in_a_row = 0
+    self._skipped_before = sum(skipped.values())
+    return {"skipped_in_a_row": self._in_a_row, "critic_error_ratio": self._critic_error(step, report)}
+
+  @property
+  def stops(self) -> bool:
+    """Whether `check` will raise."""
+    limit = self._parts.config.max_skipped_in_a_row
+    return bool(limit) and self._in_a_row >= limit
+
+  def check(self) -> None:
+    """Raises `RunStoppedError` after too many skipped updates in a row."""
+    limit = self._parts.config.max_skipped_in_a_row
+    if self.stops:
+      raise RunStoppedError(
+        f"The last {self._in_a_row} learner steps skipped an update because something was not finite "
+        f"(max_skipped_in_a_row = {limit}). What it was, and in which trajectories, is in {self._last_report} and the "
+        "reports beside it."
+      )
+
+  def state(self) -> dict[str, Any]:
+    """What a resume needs: JSON."""
+    return {
+      "skipped_before": self._skipped_before, "in_a_row": self._in_a_row, "errors": list(self._errors),
+      "squares": list(self._squares), "scale": self._scale, "diverged": self._diverged,
+    }  # fmt: skip
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from `state()`. Skipped steps in a row count anew: whoever resumes a stopped run has seen the error."""
+    self._skipped_before = int(state["skipped_before"])
+    limit = self._parts.config.max_skipped_in_a_row
+    self._in_a_row = 0 if limit and state["in_a_row"] >= limit else int(state["in_a_row"])
+    self._errors.extend(state["errors"])
+    self._squares.extend(state["squares"])
+    self._scale = float(state["scale"])
+    self._diverged = bool(state["diverged"])
+
+  def _keep(
+    self, step: int, state: LearnerState, trajectories: Sequence[Trajectory], report: Mapping[str, Any]
+  ) -> None:
+    parts = self._parts
+    if self._diagnose is None:
+      self._diagnose = make_diagnosis(parts.config.learner, parts.policy_apply, parts.value_apply)
+    with parts.placement.dispatching():
+      found = self._diagnose(state, trajectories)
+    bad = [
+      {"episode_id": trajectory.episode_id, "nonfinite": names}
+      for trajectory, names in zip(trajectories, found, strict=True)
+      if names
+    ]
+    nonfinite = sorted({name for names in found for name in names}) or ["only sums over the whole batch"]
+    summary = {
+      "nonfinite": nonfinite,
+      "trajectories": bad,
+      "metrics": {key: _json_number(float(value)) for key, value in report.items()},
+    }
+    self._last_report = bad_batches.report_path(self._workdir, step)
+    if is_main_process():  # all of them have the whole batch
+      bad_batches.write(self._workdir, step, trajectories, summary)
+    message = "Step %d skipped an update: %s not finite in %d of %d trajectories; the batch is kept, see %s"
+    _log.warning(message, step, ", ".join(nonfinite), len(bad), len(trajectories), self._last_report)
+
+  def _critic_error(self, step: int, report: Mapping[str, Any]) -> float:
+    error, square = float(report["value_loss"]), float(report["returns_square_mean"])
+    if math.isfinite(error) and math.isfinite(square):
+      self._errors.append(error)
+      self._squares.append(square)
+    if len(self._errors) < _WINDOW:
+      return math.nan
+    self._scale = max(self._scale, float(np.mean(self._squares)))
+    if self._scale == 0.0:
+      return math.nan  # no reward so far: nothing to compare with
+    ratio = float(np.mean(self._errors)) / self._scale
+    if ratio > _DIVERGED and not self._diverged:
+      message = (
+        "The critic diverges: at step %d its mean squared error over %d steps is %.3g times the largest mean squared "
+        "return. A lower critic learning rate, a longer warm-up or more value pretraining may help."
+      )
+      _log.warning(message, step, _WINDOW, ratio)
+    self._diverged = ratio > (_DIVERGED / 2 if self._diverged else _DIVERGED)
+    return ratio
+
+
+def _json_number(value: float) -> float | str:
+  """Strict JSON has no NaN and no infinities: they are written as words."""
+  return value if math.isfinite(value) else str(value)

@@ -1,0 +1,143 @@
+"""What a step looked like from outside: the metrics row and busy fractions."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sao_jax.io import trajectories as trajectory_io
+from sao_jax.io.metrics import MetricsWriter
+from sao_jax.parallel.distributed import is_main_process
+from sao_jax.rollout.schedules import BatchSource
+from sao_jax.training.components import Components
+from sao_jax.training.placement import Placement
+from sao_jax.types import Trajectory
+
+
+class Progress:
+  """Measures the loop: each row covers the time since the row before it.
+
+  Args:
+    parts: the run's parts; the engines' counters are read.
+  """
+
+  def __init__(self, parts: Components):
+    self._read_counters = parts.rollout_counters
+    self._seconds_before = 0.0
+    self._failed_before = 0
+    self._failed_at_start = 0
+    self._began = self._last = self._learner_began = time.monotonic()
+    self._counts: Mapping[str, Any] = {}
+
+  def start(self) -> None:
+    """Time counts from here."""
+    self._began = self._last = time.monotonic()
+    self._counts = self._read_counters()
+    self._failed_at_start = self._counts["failed_episodes"]
+
+  def learner_begins(self) -> None:
+    """The batch is there: from here to the next row the learner is busy."""
+    self._learner_began = time.monotonic()
+
+  @property
+  def seconds(self) -> float:
+    """Seconds of RL so far, over all resumptions."""
+    return self._seconds_before + time.monotonic() - self._began
+
+  def failures(self) -> dict[str, Any]:
+    """Failed episodes over all resumptions; those since this start, evaluations included, by kind."""
+    counts = self._read_counters()
+    return {"failed_episodes": self._failed_by(counts), "failed_by_kind": counts["failed_by_kind"]}
+
+  def _failed_by(self, counts: Mapping[str, Any]) -> int:
+    return int(self._failed_before + counts["failed_episodes"] - self._failed_at_start)
+
+  def row(
+    self, step: int, trajectories: Sequence[Trajectory], report: Mapping[str, Any], source: BatchSource
+  ) -> dict[str, float | int]:
+    """The metrics row of a learner step, its batch used at version `step - 1`."""
+    now = time.monotonic()
+    counts = self._read_counters()
+    elapsed = max(now - self._last, 1e-9)
+    staleness = np.array([step - 1 - x.oldest_version for x in trajectories])
+    row: dict[str, float | int] = {
+      "policy_version": step,
+      "time_s": self.seconds,
+      "reward_mean": float(np.mean([x.total_reward for x in trajectories])),
+      "success_rate": float(np.mean([x.success for x in trajectories])),
+      "trajectories": len(trajectories),
+      "turns_mean": float(np.mean([x.num_turns for x in trajectories])),
+      "tokens_mean": float(np.mean([x.tokens.size for x in trajectories])),
+      "truncated_fraction": float(np.mean([x.ended == "truncated" for x in trajectories])),
+      "staleness_mean": float(staleness.mean()),
+      "staleness_max": int(staleness.max()),
+      "mixed_version_fraction": float(np.mean([x.mixed_versions for x in trajectories])),
+      **{key: float(value) for key, value in report.items()},
+      **source.counters(),
+      "failed_episodes": self._failed_by(counts),
+      "rollout_tokens_per_s": (counts["tokens_generated"] - self._counts["tokens_generated"]) / elapsed,
+      "learner_busy_fraction": (now - self._learner_began) / elapsed,
+      "engine_busy_fraction": (counts["busy_seconds"] - self._counts["busy_seconds"]) / elapsed,
+    }
+    row["action_tokens"] = sum(x.num_actions for x in trajectories)
+    self._last, self._counts = now, counts
+    return row
+
+  def note(self, row: Mapping[str, float | int]) -> str:
+    """The live console line."""
+    return (
+      f"success {row['success_rate']:.2f}  turns {row['turns_mean']:.1f}  staleness {row['staleness_mean']:.1f}  "
+      f"masked {row['dis_masked_fraction']:.2%}  EV {row['explained_variance']:.2f}  "
+      f"{row['rollout_tokens_per_s']:.0f} tok/s"
+    )
+
+  def state(self) -> dict[str, float | int]:
+    return {"seconds": self.seconds, "failed_episodes": self._failed_by(self._counts)}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    self._seconds_before = float(state["seconds"])
+    self._failed_before = int(state["failed_episodes"])
+
+
+class Records:
+  """What a run writes line by line: metrics, and trajectories to look at. Only the main process writes.
+
+  Args:
+    workdir: the run's folder.
+    restored_step: see `io.metrics.MetricsWriter`.
+    placement: tells the other processes what the main one has found.
+  """
+
+  def __init__(self, workdir: pathlib.Path, *, restored_step: int, placement: Placement):
+    self._placement = placement
+    self._metrics: MetricsWriter | None = None
+    self._samples: trajectory_io.TrajectoryWriter | None = None
+    if is_main_process():
+      self._metrics = MetricsWriter(workdir, restored_step=restored_step)
+      self._samples = trajectory_io.TrajectoryWriter(workdir, restored_step=restored_step)
+
+  def evaluated(self, step: int) -> bool:
+    """Whether the evaluation after `step` is written already; every process must ask."""
+    found = self._metrics is not None and self._metrics.has_evaluation(step)
+    return bool(self._placement.exchange(found)[0])
+
+  def step(self, step: int, row: Mapping[str, Any]) -> None:
+    if self._metrics is not None:
+      self._metrics.write(step, row)
+
+  def evaluation(self, step: int, **values: Any) -> None:
+    if self._metrics is not None:
+      self._metrics.write_evaluation(step, **values)
+
+  def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    if self._samples is not None:
+      self._samples.write(step, trajectories)
+
+  def close(self) -> None:
+    for writer in (self._metrics, self._samples):
+      if writer is not None:
+        writer.close()

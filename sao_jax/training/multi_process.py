@@ -1,0 +1,126 @@
+"""One run in several processes: each generates its share of the episodes, all train on all of them.
+
+Episodes are split over the processes; every process then holds every trajectory, packs the same batch and puts its own
+rows on its devices (`Placement.batch`). Trajectories are small beside activations: they travel whole, as JSON. With one
+process nothing is exchanged, and the objects here only pass calls on.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from sao_jax.io import trajectories as trajectory_io
+from sao_jax.rollout.engine.engine import ParamsFor, RolloutEngine
+from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.rollout.schedules import AsyncSource
+from sao_jax.training.config import RunConfig
+from sao_jax.training.placement import Placement
+from sao_jax.types import Params, Trajectory
+
+
+def check_processes(config: RunConfig, count: int) -> None:
+  """Refuses what several processes cannot do together.
+
+  Raises:
+    ValueError: a lag, engines in Ray actors, or (asynchronous) a batch that does not split into whole groups per
+      process.
+  """
+  if count == 1:
+    return
+  if config.schedule == "lagged":
+    raise ValueError(f"schedule must be async or sync with {count} processes; received 'lagged'.")
+  if config.cluster.num_engines:
+    raise ValueError(f"cluster.num_engines must be 0 with {count} processes; received {config.cluster.num_engines}.")
+  share = count * config.group_size
+  if config.schedule == "async" and config.batch_size % share:
+    raise ValueError(
+      f"batch_size must be a multiple of {share} (whole groups of {config.group_size} from each of {count} processes); "
+      f"received {config.batch_size}."
+    )
+
+
+class SharedRollouts:
+  """The engines of all processes as one: each runs its share of the requests, every process gets all trajectories.
+
+  Args:
+    engine: this process's.
+    placement: exchanges values with the other processes.
+  """
+
+  def __init__(self, engine: RolloutEngine, placement: Placement):
+    self._engine = engine
+    self._placement = placement
+
+  def generate(self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int) -> Iterator[Trajectory]:
+    """`Engine.generate`; with several processes all of them must call it with the same requests and seed."""
+    index, count = jax.process_index(), jax.process_count()
+    done = self._engine.generate(weights, itertools.islice(requests, index, None, count), seed=seed)
+    return done if count == 1 else iter(exchange_trajectories(self._placement, done))
+
+  def counters(self) -> dict[str, Any]:
+    """Sums of the engines' counters; `busy_seconds` is their mean."""
+    mine = self._engine.counters
+    if jax.process_count() == 1:
+      return mine
+    names = [name for name, value in mine.items() if isinstance(value, int | float)]
+    everyone = self._placement.exchange({name: mine[name] for name in names})
+    total = {name: sum(counts[name] for counts in everyone) for name in names}
+    total["busy_seconds"] /= len(everyone)
+    kinds = [collections.Counter(failed) for failed in self._placement.exchange(mine["failed_by_kind"])]
+    return {**total, "failed_by_kind": dict(sum(kinds, collections.Counter()))}
+
+
+class SharedSource:
+  """The asynchronous sources of several processes as one: a batch is made of equal shares of all.
+
+  Every process must call every method, in the same order.
+
+  Args:
+    source: this process's, of its share of the batch.
+    placement: exchanges values with the other processes.
+    group_size: episodes of a group, which runs in one process.
+  """
+
+  runs_on_caller = False
+
+  def __init__(self, source: AsyncSource, placement: Placement, group_size: int):
+    self._source = source
+    self._placement = placement
+    self._group_size = group_size
+
+  def publish(self, params: Params, version: int) -> None:
+    self._source.publish(params, version)
+
+  def next_batch(self, version: int, check: Callable[[], None] = lambda: None) -> list[Trajectory]:
+    return exchange_trajectories(self._placement, self._source.next_batch(version, check))
+
+  def counters(self) -> dict[str, int]:
+    everyone = self._placement.exchange(self._source.counters())
+    return {name: sum(counts[name] for counts in everyone) for name in everyone[0]}
+
+  def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
+    state, waiting = self._source.state()
+    return {"processes": self._placement.exchange(state)}, exchange_trajectories(self._placement, waiting)
+
+  def old_weights(self) -> list[Params]:
+    return self._source.old_weights()
+
+  def restore(self, state: Mapping[str, Any], waiting: list[Trajectory], old_weights: list[Params]) -> None:
+    index, count = jax.process_index(), jax.process_count()
+    mine = [x for x in waiting if x.episode_id // self._group_size % count == index]
+    self._source.restore(state["processes"][index], mine, old_weights)
+
+  def close(self) -> None:
+    self._source.close()
+
+
+def exchange_trajectories(placement: Placement, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+  """Everyone's trajectories, by episode; every process must call it."""
+  mine = [trajectory_io.to_json(trajectory) for trajectory in trajectories]
+  everyone = [trajectory_io.from_json(row) for rows in placement.exchange(mine) for row in rows]
+  return sorted(everyone, key=lambda x: x.episode_id)

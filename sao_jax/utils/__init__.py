@@ -1,0 +1,1 @@
+"""Small helpers that need nothing else of the library."""

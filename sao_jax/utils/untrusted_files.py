@@ -1,0 +1,101 @@
+"""Small files that come from elsewhere, read whole: within bounds, and what is wrong with one is told by its name."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import stat
+from typing import Any
+
+import numpy as np
+
+from sao_jax.utils.extras import needed
+
+MOST_BYTES = 1 << 26
+"""Of a file of JSON; parsed it takes some twenty times as much."""
+_MOST_GGUF_VALUES = 4_000_000
+"""A vocabulary of 256 thousand needs two million."""
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+  """Refuses what would never end when it is read: pipes, sockets, devices. Links are followed.
+
+  Raises:
+    OSError: nothing is there, or a folder.
+    ValueError: it is no regular file.
+  """
+  mode = os.stat(path).st_mode
+  if stat.S_ISDIR(mode):
+    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+  if not stat.S_ISREG(mode):
+    raise ValueError(f"{path} must be a regular file.")
+
+
+def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> str:
+  """The text of a file.
+
+  Raises:
+    FileNotFoundError: there is none.
+    ValueError: it is no regular file, larger than `most_bytes`, or not UTF-8; the message names it.
+  """
+  check_regular(path)
+  with open(path, "rb") as file:
+    content = file.read(most_bytes + 1)
+  if len(content) > most_bytes:
+    raise ValueError(f"{path} must have at most {most_bytes} bytes.")
+  try:
+    return content.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{path} must be text in UTF-8: {error.reason} at byte {error.start}.") from error
+
+
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """The JSON object that a file holds; errors as of `read_text`, and ValueError for anything else than an object."""
+  text = read_text(path)
+  try:
+    values = json.loads(text)
+  except ValueError as error:
+    raise ValueError(f"{path} must be JSON: {error}") from error
+  except RecursionError as error:
+    raise ValueError(f"{path} must be JSON that is not so deeply nested.") from error
+  if not isinstance(values, dict):
+    raise ValueError(f"{path} must be a JSON object; received {type(values).__name__}.")
+  return values
+
+
+def read_object_if_there(path: pathlib.Path) -> dict[str, Any]:
+  """As `read_object`; empty where there is no such file."""
+  return read_object(path) if path.exists() else {}
+
+
+def open_gguf(path: str | os.PathLike[str]) -> Any:
+  """A reader of a GGUF file, `gguf.GGUFReader`, that does not believe what the file says of its own sizes.
+
+  Raises:
+    MissingExtraError: the optional package `gguf` is not installed.
+    FileNotFoundError: nothing is there.
+    ValueError: it is no whole GGUF file; the message names it.
+  """
+  with needed("gguf"):
+    import gguf
+
+  class Reader(gguf.GGUFReader):
+    """Its base reads past the end as nothing, however often, and keeps an object for every value of an array."""
+
+    left = _MOST_GGUF_VALUES
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1, *rest: Any, **more: Any) -> Any:
+      self.left -= 1
+      if self.left < 0:
+        raise ValueError(f"it has more than {_MOST_GGUF_VALUES} values outside its tensors")
+      if int(offset) + int(count) * np.dtype(dtype).itemsize > self.data.size:
+        raise ValueError(f"it says that {int(count)} values are at byte {int(offset)}; it has {self.data.size} bytes")
+      return super()._get(offset, dtype, count, *rest, **more)
+
+  check_regular(path)
+  try:
+    return Reader(os.fspath(path))
+  except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:  # its parser raises them all
+    raise ValueError(f"{path} is not a valid GGUF file: {error}") from error

@@ -1,0 +1,132 @@
+"""The compile report: what it reads from HLO, how it extrapolates, and one run as a command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from experiments import compile_report
+from experiments.presets.model_configs import MODELS
+from experiments.support import aot, hlo
+from sao_jax.parallel.axes import AXES
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HLO = """HloModule jit_step, is_scheduled=true
+
+%body.1 (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %x = f32[8]{0} get-tuple-element(%arg), index=1
+  %r = f32[8]{0} all-reduce(%x), channel_id=1, to_apply=%add
+  ROOT %t = (s32[], f32[8]) tuple(%i, %r)
+}
+
+%cond.1 (arg: (s32[], f32[8])) -> pred[] {
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p0: bf16[4,8]) -> f32[8] {
+  %g = bf16[32,8]{1,0} all-gather(%p0), channel_id=2, dimensions={0}
+  %s = (bf16[4,8]{1,0}, bf16[32,8]{1,0}) all-gather-start(%p0), channel_id=3, dimensions={0}
+  %d = bf16[32,8]{1,0} all-gather-done(%s)
+  %w = (s32[], f32[8]) while(%t0), condition=%cond.1, body=%body.1, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %o = f32[8]{0} get-tuple-element(%w), index=1
+}
+"""
+
+
+def test_collectives_are_counted_with_their_trips():
+  found = hlo.collectives(HLO)
+  assert found == {"all-gather": hlo.Traffic(2, 2 * 512), "all-reduce": hlo.Traffic(5, 5 * 32)}
+
+
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 32, page 0, thread-local:
+ value: <12 call-start{0} @0> (size=32,offset=0): bf16[4,4]
+allocation 1: size 512, page 0, parameter 7, shape |f32[128]| at ShapeIndex {}, maybe-live-out:
+allocation 2: size 8192, page 0, parameter 9, shape |f32[1,1,2048]| at ShapeIndex {}:
+allocation 3: size 16, page 0, output shape is |f32[4]|, maybe-live-out:
+allocation 4: size 4096, page 0, constant:
+allocation 5: size 100000, page 0, preallocated-temp:
+allocation 6: size 777, color 1, page 0, preallocated-temp:
+"""
+
+
+def test_memory_is_read_from_the_buffer_assignment():
+  assert hlo.assigned_memory(ASSIGNMENT) == hlo.Assigned(
+    arguments=512 + 8192, aliased=512, outputs=16, temporaries=4096 + 100000
+  )
+  with pytest.raises(ValueError, match="must list allocations"):
+    hlo.assigned_memory("another form")
+
+
+def _refuse():
+  raise ValueError("no such topology")
+
+
+def test_a_compiler_that_fails_says_why():
+  with pytest.raises(RuntimeError, match="before it assigned memory: no such topology"):
+    aot.compile_memory(_refuse)
+
+
+def program(scale):
+  traffic = {"all-reduce": hlo.Traffic(scale, 10 * scale)}
+  numbers = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "flops", "bytes_moved"), float(scale))
+  return aot.Program(**numbers, collectives=traffic)
+
+
+def test_extrapolation_is_linear_in_depth():
+  deep = program(5).extrapolate(program(3), steps=10)  # from depths 1 and 3 to 23: two per step
+  assert deep == program(25)
+  assert deep.peak == 2 * 25
+
+
+@pytest.mark.parametrize(
+  ("name", "billions", "active"),
+  [("qwen3_0p6b", 0.596, 0.596), ("qwen3_30b_a3b", 30.53, 3.35), ("glm4_moe_106b", 106.9, 13.4),
+   ("glm4_moe_355b", 352.8, 33.5), ("smollm2_135m", 0.1345, 0.1345)],
+)  # fmt: skip
+def test_models_have_their_published_sizes(name, billions, active):
+  model = MODELS[name]()
+  params = aot.policy_shapes(model)
+  assert aot.total_size(params) / 1e9 == pytest.approx(billions, rel=0.01)
+  experts = aot.expert_size(params)
+  share = model.num_experts_per_tok / model.num_experts if model.num_experts else 0.0
+  assert (aot.total_size(params) - experts * (1 - share)) / 1e9 == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "message"),
+  [
+    ((4, 64, 8), None),
+    ((6, 64, 8), r"--rows must be a multiple of 4, since fsdp=2 x expert=2 splits it; received 6"),
+    ((4, 64, 2), r"--slots must be a multiple of 4"),
+    ((4, 66, 8), r"--seq must be a multiple of 4, since context=4 splits it; received 66"),
+  ],
+)
+def test_sizes_that_the_mesh_cannot_split_are_refused_before_compiling(sizes, message):
+  mesh = jax.sharding.AbstractMesh((1, 2, 3, 2, 4), AXES)
+  with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+    compile_report.check_splits(aot.Workload(*sizes), mesh)
+
+
+def test_memory_alone_is_a_tpu_compilers():
+  command = [sys.executable, "-m", "experiments.compile_report", "--model=tiny_moe", "--mesh=fsdp=1", "--seq=32"]
+  done = subprocess.run([*command, "--memory_only"], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+  assert done.returncode == 1
+  assert "--memory_only needs a --topology" in done.stderr, done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_the_command_reports_a_decode_step():
+  arguments = ["--model=tiny_moe", "--mesh=fsdp=2,tensor=2", "--seq=32", "--programs=decode"]
+  command = [sys.executable, "-m", "experiments.compile_report", *arguments]
+  environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+  done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590, check=False)
+  assert done.returncode == 0, done.stderr
+  for words in ("4 virtual CPU devices: fsdp=2, tensor=2", "freezing attention", "decode step (2 layers", "all-gather"):
+    assert words in done.stdout, done.stdout

@@ -1,0 +1,36 @@
+"""One learner step on all devices of all processes; process 0 writes the new parameters. Last line: metrics as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax.parallel import make_mesh, parse_mesh, place, replicated
+from sao_jax.parallel.distributed import global_batch, initialize_from_environment, is_main_process, local_rows
+from tests.parallel import tiny
+from tests.parallel.compare_program import sharded_step
+
+
+def main(path: str) -> None:
+  initialize_from_environment()
+  mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2"))
+  whole = tiny.make_batch()
+  rows = local_rows(tiny.ROWS, mesh)
+  batch = global_batch(jax.tree.map(lambda x: x[:, rows], whole), mesh, num_rows=tiny.ROWS)
+  state = tiny.make_state()
+  step = sharded_step(mesh, state, whole)
+  new_state, metrics = step(place(state, mesh), batch, jnp.asarray(tiny.MICROBATCHES, jnp.int32))
+  trained = jax.jit(lambda x: x, out_shardings=replicated(mesh))((new_state.policy, new_state.critic))
+  if is_main_process():
+    np.savez(path, *(np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(trained)))
+  metrics = {name: float(value.addressable_data(0)) for name, value in metrics.items()}
+  here = {"processes": jax.process_count(), "devices": jax.device_count(), "rows": [rows.start, rows.stop]}
+  print(json.dumps({**here, "metrics": metrics}))
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])

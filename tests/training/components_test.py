@@ -1,0 +1,60 @@
+"""Where a run's first parameters come from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import pytest
+
+from experiments.support import chaos_run
+from experiments.tasks import digits
+from sao_jax import models
+from sao_jax.training.components import Components
+from sao_jax.training.multi_process import check_processes
+
+
+@pytest.fixture
+def saved(tmp_path):
+  """`(config of a run that starts from it, its parameters)`."""
+  config = chaos_run.make_config("sync", num_steps=1)
+  params = models.init_policy(config.policy, jax.random.key(3))
+  models.save_hf(tmp_path, config.policy, params)
+  return dataclasses.replace(config, policy_checkpoint=str(tmp_path)), params
+
+
+def test_policy_starts_from_the_checkpoint_and_the_critic_from_the_policy(saved):
+  config, params = saved
+  with Components(config, digits.make_domain()) as parts:
+    policy = parts.init_policy()
+    chex.assert_trees_all_equal(policy, params)
+    critic = parts.init_critic(policy)
+  assert critic is not None
+  trunk = {name: value for name, value in critic.items() if name != "value_head"}
+  chex.assert_trees_all_equal(trunk, {name: policy[name] for name in trunk})
+
+
+def test_config_decides_how_the_checkpoint_is_computed_and_stored(saved):
+  config, params = saved
+  policy = dataclasses.replace(config.policy, remat="full", dtype="bfloat16", param_dtype="bfloat16")
+  with Components(dataclasses.replace(config, policy=policy), digits.make_domain()) as parts:
+    loaded = parts.init_policy()
+  chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: x.astype("bfloat16"), params))
+
+
+def test_another_architecture_is_refused(saved):
+  config, _ = saved
+  policy = dataclasses.replace(config.policy, rope_theta=5e5)
+  with (
+    Components(dataclasses.replace(config, policy=policy), digits.make_domain()) as parts,
+    pytest.raises(ValueError, match=r"policy must be that of policy_checkpoint, .*rope_theta=10000.0"),
+  ):
+    parts.init_policy()
+
+
+def test_what_several_processes_cannot_do():
+  config = chaos_run.make_config("lagged", num_steps=1)
+  with pytest.raises(ValueError, match="schedule must be async or sync with 2 processes; received 'lagged'"):
+    check_processes(config, 2)
+  check_processes(config, 1)
