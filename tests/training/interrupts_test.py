@@ -23,7 +23,7 @@ def fails():
   raise OSError("disk full")
 """
 INTERRUPTS = """
-from sao_jax import interrupts
+from sao_jax.training import signals as interrupts
 interrupts._PATIENCE_S = 0.5
 """
 # Without the package, whose import takes seconds.
