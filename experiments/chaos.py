@@ -154,7 +154,7 @@ def audit_same(outcome: Outcome, reference: Outcome) -> list[str]:
     for a, b in itertools.zip_longest(getattr(outcome, kind), getattr(reference, kind), fillvalue={}):
       if different := [key for key in sorted((a.keys() | b.keys()) - TIMES) if not _equal(a.get(key), b.get(key))]:
         faults.append(f"{kind}, step {b.get('step')}: {', '.join(different)} differ")
-  for key in sorted((outcome.host.keys() | reference.host.keys()) - {"progress"}):
+  for key in sorted((outcome.host.keys() | reference.host.keys()) - {"metrics"}):
     if outcome.host.get(key) != reference.host.get(key):
       faults.append(f"resume state {key!r} differs")
   if outcome.ledger != reference.ledger:
@@ -169,7 +169,7 @@ def audit_episodes(outcome: Outcome, *, max_staleness: int) -> list[str]:
   if twice := [episode for episode, count in collections.Counter(trained).items() if count > 1]:
     faults.append(f"episodes {sorted(twice)} were trained on twice")
   waiting = set(outcome.host["waiting"])
-  requests, counts = outcome.host["source"]["requests"], outcome.host["source"]["queue"]
+  requests, counts = outcome.host["schedule"]["requests"], outcome.host["schedule"]["queue"]
   known = set(trained) | waiting | set(requests["again"])
   if overlap := set(trained) & (waiting | set(requests["again"])):
     faults.append(f"episodes {sorted(overlap)} were trained on and would be again")

@@ -37,7 +37,7 @@ from sao_jax.io.jsonl import JsonlFile, cut_after_step
 from sao_jax.learner.algorithms import learner_config
 from sao_jax.rollout import EngineConfig, TooManyFailuresError
 from sao_jax.training import config as config_lib
-from sao_jax.training import evaluation, loop
+from sao_jax.training import evaluation, run_state
 from sao_jax.training.components import Components
 from sao_jax.training.config import EnvConfig, RunConfig
 from sao_jax.types import Params
@@ -253,7 +253,7 @@ def restore_policy(parts: Components, workdir: pathlib.Path) -> tuple[int, Param
   """
   json_config = config_lib.to_json(parts.config)
   with Checkpointer(workdir, config=json_config, may_differ=config_lib.MAY_DIFFER, read_only=True) as checkpointer:
-    restored = checkpointer.restore(loop.checkpoint_template(parts))
+    restored = checkpointer.restore(run_state.checkpoint_template(parts))
   if restored is None:
     raise ValueError(f"{workdir} holds no checkpoint.")
   return restored.step, restored.state["learner"].policy

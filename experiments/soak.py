@@ -104,17 +104,17 @@ class Books:
     self._wrap(TrajectoryQueue, "start", before=self._note_start)
     self._wrap(TrajectoryQueue, "put", before=self._note_end, after=self._note_put)
     self._wrap(TrajectoryQueue, "fail", after=self._note_fail)
-    original = schedules.AsyncSource.next_batch
+    original = schedules.AsyncSchedule.next_batch
 
     @functools.wraps(original)
-    def next_batch(source: Any, *args: Any) -> list[Trajectory]:
+    def next_batch(schedule: Any, version: int) -> list[Trajectory]:
       began = time.monotonic()
-      batch = original(source, *args)
+      batch = original(schedule, version)
       self._note_batch(batch, time.monotonic() - began)
       time.sleep(self._learner_s)
       return batch
 
-    schedules.AsyncSource.next_batch = next_batch  # type: ignore[method-assign]
+    schedules.AsyncSchedule.next_batch = next_batch  # type: ignore[method-assign]
 
   @property
   def warm(self) -> bool:

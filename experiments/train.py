@@ -22,7 +22,7 @@ from sao_jax.parallel import distributed
 from sao_jax.training import config as config_lib
 from sao_jax.training import loop
 from sao_jax.training.config import RunConfig
-from sao_jax.training.signals import Interrupted, Interrupts
+from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.utils import process_exit
 
 DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
@@ -51,13 +51,13 @@ def main(argv: Sequence[str]) -> None:
   console = Console(quiet=not distributed.is_main_process())
   console.print(f"workdir {workdir}")
   try:
-    with Interrupts() as interrupts, interrupts.at_once():
+    with StopSignals() as signals, signals.interruptible():
       domain = make_domain(config)
     summary = loop.train(
       config, domain, within, run_stages=stages, console=console, make_domain=functools.partial(make_domain, config)
     )
     if summary is not None and distributed.is_main_process():
-      with workdir_lib.writing(within), Interrupts() as interrupts, interrupts.at_once():
+      with workdir_lib.writing(within), StopSignals() as signals, signals.interruptible():
         report(within, summary, console, named=workdir)
     elif summary is None and "rl" in stages:
       console.print(f"go on       the same command, with --workdir={workdir}")

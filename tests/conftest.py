@@ -25,6 +25,6 @@ hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
-def no_run_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_run_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
   """A signal that meets a main thread which goes on compiling would end the process: here that of all tests."""
-  monkeypatch.setattr("sao_jax.training.signals._PATIENCE_S", 1000.0)
+  monkeypatch.setattr("sao_jax.training.signals._ABORT_AFTER_S", 1000.0)

@@ -20,7 +20,7 @@ from sao_jax.io.console import Console
 from sao_jax.training import loop, stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig
-from sao_jax.training.signals import Interrupts
+from sao_jax.training.signals import StopSignals
 
 
 def base_config(factory: str, *, quick: bool) -> RunConfig:
@@ -49,7 +49,7 @@ def make_start(base: RunConfig, seed: int, folder: pathlib.Path) -> None:
   config = dataclasses.replace(base, seed=seed, num_steps=0, eval_episodes=0)
   loop.train(config, make_domain(config), folder / "run", run_stages=("warm_start",), console=Console())
   with Components(config, make_domain(config)) as parts:
-    policy = stages.warm_start(parts, folder / "run", Console(), Interrupts(), run=False)
+    policy = stages.warm_start(parts, folder / "run", Console(), StopSignals(), run=False)
   models.save_hf(folder / "policy", config.policy, jax.device_get(policy))
   (folder / "done").touch()
 

@@ -41,7 +41,8 @@ from sao_jax.learner import LearnerState, OptimizerConfig, learner_config
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig, TrajectoryQueue
 from sao_jax.rollout.requests import RequestStream
-from sao_jax.rollout.schedules import AsyncSource, BatchSource
+from sao_jax.rollout.schedules import AsyncSchedule, RolloutSchedule
+from sao_jax.rollout.weight_sync import WeightStore, WeightSync
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig
 from sao_jax.types import Domain, Environment, Split, Step, Trajectory
@@ -139,7 +140,7 @@ class Replay:
 
 
 def make_config(schedule: str, *, batch_size: int, slots: int) -> RunConfig:
-  """The run of one schedule; `group` is the async one, its groups are made by `make_source`."""
+  """The run of one schedule; `group` is the async one, its groups are made by `make_schedule`."""
   still = OptimizerConfig(learning_rate=1e-12)
   return RunConfig(
     schedule="sync" if schedule == "sync" else "async",
@@ -162,17 +163,18 @@ def make_config(schedule: str, *, batch_size: int, slots: int) -> RunConfig:
   )  # fmt: skip
 
 
-def make_source(parts: Components, schedule: str) -> BatchSource:
-  """The config's own source; for `group` the async one with whole groups."""
+def make_schedule(parts: Components, schedule: str) -> tuple[RolloutSchedule, WeightSync]:
+  """The config's own schedule; for `group` the asynchronous one with whole groups."""
   if schedule != "group":
-    return parts.make_source()
+    return parts.make_schedule()
   config = parts.config
   requests = RequestStream(num_tasks=parts.domain.num_train_tasks, group_size=GROUP_SIZE, seed=config.seed)
   queue = TrajectoryQueue(
     batch_size=config.batch_size, group_size=GROUP_SIZE, max_staleness=config.max_staleness,
     capacity=2 * config.batch_size,
   )  # fmt: skip
-  return AsyncSource(engine=parts.engine, requests=requests, queue=queue)
+  store = WeightStore()
+  return AsyncSchedule(engine=parts.engine, requests=requests, queue=queue, weights=store), store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,14 +203,15 @@ def measure(schedule: str, *, batch_size: int, slots: int, steps: int, warmup_st
   with Components(make_config(schedule, batch_size=batch_size, slots=slots), make_domain(schedule, spans)) as parts:
     policy = parts.init_policy()
     state = parts.init_state(policy, parts.init_critic(policy))
-    with contextlib.closing(make_source(parts, schedule)) as source:
-      source.publish(state.policy, 0)
+    source, weights = make_schedule(parts, schedule)
+    with contextlib.closing(source):
+      weights.publish(state.policy, 0)
       for step in range(1, warmup_steps + 1):
-        state, _ = _step(parts, state, step, source)
+        state, _ = _step(parts, state, step, source, weights)
       before = {**parts.engine.counters, "dropped_stale": source.counters()["dropped_stale"]}
       began, learner_s, done = time.perf_counter(), 0.0, []
       for step in range(warmup_steps + 1, warmup_steps + steps + 1):
-        state, (trajectories, seconds) = _step(parts, state, step, source)
+        state, (trajectories, seconds) = _step(parts, state, step, source, weights)
         learner_s += seconds
         done += [(x, step - 1 - x.oldest_version) for x in trajectories]
       elapsed = time.perf_counter() - began
@@ -216,21 +219,20 @@ def measure(schedule: str, *, batch_size: int, slots: int, steps: int, warmup_st
 
 
 def _step(
-  parts: Components, state: LearnerState, step: int, source: BatchSource
+  parts: Components, state: LearnerState, step: int, source: RolloutSchedule, weights: WeightSync
 ) -> tuple[LearnerState, tuple[list[Trajectory], float]]:
   """One step as in `sao_jax.training.loop`; returns its trajectories and the learner's seconds too."""
   trajectories = source.next_batch(version=step - 1)
   began = time.perf_counter()
-  batch, packed = parts.pack(trajectories)
-  state, report = parts.update(state, batch, np.int32(packed.num_microbatches))
-  source.publish(state.policy, step)
+  state, report = parts.update(state, parts.pack(trajectories))
+  weights.publish(state.policy, step)
   jax.device_get(report)
   return state, (trajectories, time.perf_counter() - began)
 
 
 def _summary(
   parts: Components,
-  source: BatchSource,
+  source: RolloutSchedule,
   before: Mapping[str, Any],
   seconds: float,
   learner_s: float,

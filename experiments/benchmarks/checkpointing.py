@@ -28,14 +28,15 @@ from experiments.support import command
 from experiments.tasks import tool_math
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.rollout import TrajectoryQueue
-from sao_jax.rollout.schedules import AsyncSource
+from sao_jax.rollout.schedules import AsyncSchedule
+from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.training import config as config_lib
-from sao_jax.training import stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig
-from sao_jax.training.health import UpdateGuard
-from sao_jax.training.loop import Run
-from sao_jax.training.metrics import Progress
+from sao_jax.training.demonstrations import encode_demonstration
+from sao_jax.training.health import HealthCheck
+from sao_jax.training.metrics import StepMetrics
+from sao_jax.training.run_state import RunState
 from sao_jax.types import Domain, Trajectory
 
 
@@ -46,7 +47,7 @@ def demonstrations(parts: Components, count: int) -> list[Trajectory]:
   assert demonstrate is not None
   made = []
   for i in range(count):
-    trajectory = stages.encode_demonstration(parts, demonstrate(i, rng), index=i)
+    trajectory = encode_demonstration(parts, demonstrate(i, rng), index=i)
     logp = np.where(trajectory.action_mask, -0.1, np.nan).astype(np.float32)
     made.append(dataclasses.replace(trajectory, behavior_logp=logp))
   return made
@@ -64,12 +65,14 @@ class Bench:
     waiting = demonstrations(self.parts, 2 * config.batch_size)
     counters = {**queue.counters, "running": []}
     queue.restore(counters, waiting)
-    source = AsyncSource(engine=self.parts.engine, requests=self.parts.requests, queue=queue)
+    weights = WeightStore()
+    schedule = AsyncSchedule(engine=self.parts.engine, requests=self.parts.requests, queue=queue, weights=weights)
     record = config_lib.to_json(config)
     self.checkpointer = Checkpointer(workdir, config=record, keep=2, keep_best=1)
-    progress = Progress(self.parts)
-    progress.start()
-    self.run = Run(self.parts, source, progress, UpdateGuard(self.parts, workdir), self.checkpointer)
+    metrics = StepMetrics(self.parts)
+    metrics.start()
+    health = HealthCheck(self.parts, workdir)
+    self.run = RunState(self.parts, schedule, weights, metrics, health, self.checkpointer)
     policy = self.parts.init_policy()
     self.state = self.parts.init_state(policy, self.parts.init_critic(policy))
     self.saved = 0
@@ -77,8 +80,7 @@ class Bench:
   def step(self) -> float:
     """Seconds of one learner step."""
     began = time.perf_counter()
-    batch, packed = self.parts.pack(self.batch)
-    self.state, report = self.parts.update(self.state, batch, np.int32(packed.num_microbatches))
+    self.state, report = self.parts.update(self.state, self.parts.pack(self.batch))
     jax.device_get(report)
     return time.perf_counter() - began
 

@@ -92,7 +92,7 @@ def ours(
   config: LearnerConfig, params: Any, mesh: Mesh, *, model: ModelConfig = decoding.MODEL
 ) -> Callable[[TokenBatch], Any]:
   """`f(batch)`: the learner's loss and gradient, as its step computes them on a mesh."""
-  apply = parallel.hold_sharded(policy_apply(model), mesh)
+  apply = parallel.constrain_params(policy_apply(model), mesh)
   params = parallel.place(params, mesh)
 
   def gradient(params: Any, batch: TokenBatch) -> Any:

@@ -24,8 +24,8 @@ from sao_jax.training import config as config_lib
 from sao_jax.training import evaluation, stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig
-from sao_jax.training.metrics import Progress, Records
-from sao_jax.training.signals import Interrupts
+from sao_jax.training.metrics import RunLog, StepMetrics
+from sao_jax.training.signals import StopSignals
 from sao_jax.types import Domain, Environment, Split, Step, Trajectory
 
 
@@ -176,13 +176,13 @@ def train(
   folder.mkdir(parents=True, exist_ok=True)
   missing = config_lib.comparison(config)["may_be_missing"]
   with (
-    workdir_lib.WorkdirLock(folder), Components(config, simulation.domain) as parts, Interrupts() as interrupts,
+    workdir_lib.WorkdirLock(folder), Components(config, simulation.domain) as parts, StopSignals() as signals,
   ):  # fmt: skip
     workdir_lib.write_or_check_config(folder, config_lib.to_json(config), may_be_missing=missing)
-    policy = stages.warm_start(parts, folder, console, interrupts)
-    critic = stages.value_pretraining(parts, policy, folder, console, interrupts)
+    policy = stages.warm_start(parts, folder, console, signals)
+    critic = stages.value_pretraining(parts, policy, folder, console, signals)
     began = time.monotonic()
-    evaluations = _reinforce(parts, simulation, parts.init_state(policy, critic), folder, interrupts)
+    evaluations = _reinforce(parts, simulation, parts.init_state(policy, critic), folder, signals)
     seconds = {**stages.stage_seconds(parts, folder), "rl": time.monotonic() - began}
     failed = parts.rollout_counters()["failed_episodes"]
   summary = {
@@ -195,13 +195,13 @@ def train(
 
 
 def _reinforce(
-  parts: Components, simulation: Simulation, state: Any, folder: pathlib.Path, interrupts: Interrupts
+  parts: Components, simulation: Simulation, state: Any, folder: pathlib.Path, signals: StopSignals
 ) -> list[float]:
   """Run the loop of `sao_jax.training.loop` with the preference and evaluations in between; return their success."""
   config, settings = parts.config, simulation.config
-  source, progress = parts.make_source(), Progress(parts)
+  (schedule, published), metrics = parts.make_schedule(), StepMetrics(parts)
   (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was stopped
-  records = Records(folder, restored_step=0, placement=parts.placement)
+  log = RunLog(folder, restored_step=0, placement=parts.placement)
   found = []
 
   def evaluate(step: int) -> None:
@@ -211,24 +211,23 @@ def _reinforce(
     result = evaluation.evaluate(parts.rollouts, parts.domain, weights, num_episodes=config.eval_episodes, version=step)
     accuracies = {f"eval_accuracy_{style}": x for style, x in simulation.accuracies(result.trajectories).items()}
     found.append(result.success_rate)
-    records.evaluation(step, success_rate=result.success_rate, n=result.n, **accuracies)
+    log.evaluation(step, success_rate=result.success_rate, n=result.n, **accuracies)
 
   try:
     evaluate(0)
-    source.publish(state.policy, 0)
-    progress.start()
+    published.publish(state.policy, 0)
+    metrics.start()
     for step in range(1, config.num_steps + 1):
-      interrupts.check()
+      signals.check()
       simulation.preferred = settings.preferred_at(step)
-      trajectories = source.next_batch(step - 1)
-      progress.learner_begins()
-      batch, packed = parts.pack(trajectories)
-      state, report = parts.update(state, batch, np.int32(packed.num_microbatches))
-      source.publish(state.policy, step)
-      records.step(step, progress.row(step, trajectories, jax.device_get(report), source))
+      trajectories = schedule.next_batch(step - 1)
+      metrics.batch_received()
+      state, report = parts.update(state, parts.pack(trajectories))
+      published.publish(state.policy, step)
+      log.step(step, metrics.row(step, trajectories, jax.device_get(report), schedule))
       if step % settings.eval_every == 0 or step == config.num_steps:
         evaluate(step)
   finally:
-    records.close()
-    source.close()
+    log.close()
+    schedule.close()
   return found

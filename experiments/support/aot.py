@@ -21,7 +21,7 @@ from experiments.support import hlo
 from sao_jax.learner import LearnerConfig, LearnerState, init_state, make_critic_step
 from sao_jax.learner.update import update_policy
 from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy, policy_apply, value_apply
-from sao_jax.parallel import batch_shardings, cache_shardings, hold_sharded, on_mesh, replicated, shardings_for
+from sao_jax.parallel import batch_shardings, cache_shardings, constrain_params, on_mesh, replicated, shardings_for
 from sao_jax.parallel.axes import ROWS, axes_in_use
 from sao_jax.types import Params, TokenBatch
 
@@ -195,7 +195,7 @@ def batch_shapes(load: Workload) -> TokenBatch:
 
 def lower_policy_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
   """The policy's update on given advantages. The critic is left out: it need not be on the device then."""
-  apply = hold_sharded(policy_apply(model), mesh)
+  apply = constrain_params(policy_apply(model), mesh)
   state = state_shapes(model, learner)._replace(critic=None, critic_opt=None)
 
   def step(state: LearnerState, batch: TokenBatch, adv: jax.Array, count: jax.Array) -> Any:
@@ -207,7 +207,7 @@ def lower_policy_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, lo
 
 def lower_critic_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
   """The critic's K updates, its frozen part frozen. The policy is left out."""
-  step = make_critic_step(learner, hold_sharded(value_apply(model), mesh), jit=False)
+  step = make_critic_step(learner, constrain_params(value_apply(model), mesh), jit=False)
   state = state_shapes(model, learner)._replace(policy=None, policy_opt=None)
   return _lower_step(step, mesh, state, batch_shapes(load))
 

@@ -26,14 +26,14 @@ from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console
 from sao_jax.learner import OptimizerConfig, learner_config
 from sao_jax.models import ModelConfig
-from sao_jax.rollout import EngineConfig, schedules
+from sao_jax.rollout import EngineConfig, schedules, weight_sync
 from sao_jax.training import evaluation, loop
 from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig, Schedule, WarmStartConfig
 from sao_jax.types import Trajectory
 
 LEDGER = "ledger.jsonl"
 WINDOWS: Mapping[str, Sequence[tuple[Any, str]]] = {
-  "publication": ((schedules.AsyncSource, "publish"), (schedules.LaggedSource, "publish")),
+  "publication": ((weight_sync.WeightStore, "publish"), (weight_sync.WeightHistory, "publish")),
   "checkpoint": ((Checkpointer, "_write"),),
   "evaluation": ((evaluation, "evaluate"),),
   "restore": ((Checkpointer, "restore"),),
@@ -75,13 +75,13 @@ def make_config(schedule: Schedule, *, num_steps: int) -> RunConfig:
 
 
 def keep_ledger(workdir: pathlib.Path) -> None:
-  """Writes down every batch that a source hands to the learner."""
+  """Writes down every batch that a schedule hands to the learner."""
   ledger = jsonl.JsonlFile(workdir / LEDGER)
 
   def recorded(next_batch: Callable[..., list[Trajectory]]) -> Callable[..., list[Trajectory]]:
     @functools.wraps(next_batch)
-    def wrapper(source: Any, version: int, *more: Any) -> list[Trajectory]:
-      batch = next_batch(source, version, *more)
+    def wrapper(schedule: Any, version: int) -> list[Trajectory]:
+      batch = next_batch(schedule, version)
       episodes = [trajectory.episode_id for trajectory in batch]
       staleness = [version - trajectory.oldest_version for trajectory in batch]
       ledger.append({"step": version + 1, "episodes": episodes, "staleness": staleness})
@@ -89,7 +89,7 @@ def keep_ledger(workdir: pathlib.Path) -> None:
 
     return wrapper
 
-  for kind in (schedules.LaggedSource, schedules.AsyncSource):
+  for kind in (schedules.LaggedSchedule, schedules.AsyncSchedule):
     kind.next_batch = recorded(kind.next_batch)  # type: ignore[method-assign]
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sao_jax import types, version
-from sao_jax.io import checksums, processes, trajectory_arrays
+from sao_jax.io import checksums, trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
-from sao_jax.parallel import copies
+from sao_jax.parallel import copies, distributed
 
 _FORMAT = 1
 """Of the folder's layout and of what a run writes into it; raised when older ones can no longer be read."""
@@ -100,11 +100,11 @@ class Checkpointer:
     self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
-    if not read_only and processes.is_main():
+    if not read_only and distributed.is_main_process():
       self._folder.mkdir(parents=True, exist_ok=True)
       self._remove_leftovers()
     if not read_only:
-      processes.barrier("checkpoints opened")
+      distributed.barrier("checkpoints opened")
 
   def steps(self) -> list[int]:
     """Steps of which a whole checkpoint folder is there (intact or not), in increasing order."""
@@ -164,7 +164,7 @@ class Checkpointer:
     self.wait()
     if self.path(step).exists():
       raise ValueError(f"Checkpoint {self.path(step)} is already there.")
-    arrays = copies.owned_copies(_named_leaves(state))
+    arrays = copies.host_copies(_named_leaves(state))
     body = {
       "format": _FORMAT,
       "library_version": version.__version__,
@@ -210,7 +210,7 @@ class Checkpointer:
         or there are checkpoints and none is intact (they stay where they are).
     """
     self.wait()
-    step = processes.from_main(self._newest_intact() if processes.is_main() else None)
+    step = distributed.broadcast_from_main(self._newest_intact() if distributed.is_main_process() else None)
     if step is None:
       return None
     body = self._read_body(step)
@@ -265,10 +265,10 @@ class Checkpointer:
     partial = self.path(step).with_name(f"{step}{_PARTIAL}")
     items = ocp.args.Composite(state=ocp.args.PyTreeSave(_nest(arrays)), host=ocp.args.JsonSave(body))
     self._orbax.save(partial, args=items, force=True)
-    if processes.is_main():
+    if distributed.is_main_process():
       trajectory_arrays.save(partial / _HOST_ARRAYS, host_arrays)
       self._commit(step, partial, metric)
-    processes.barrier("checkpoint saved")
+    distributed.barrier("checkpoint saved")
 
   def _commit(self, step: int, partial: pathlib.Path, metric: float | None) -> None:
     files = [path for path in sorted(partial.rglob("*")) if path.is_file()]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from sao_jax.learner.algorithms import ALGORITHMS, learner_config
 from sao_jax.learner.baselines import Baselines, make_baselines
-from sao_jax.learner.batching import PackStats, pack, pack_batch
+from sao_jax.learner.batching import PackedBatch, PackStats, pack, pack_batch
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
 from sao_jax.learner.diagnosis import make_diagnosis
 from sao_jax.learner.partition import merge, parameter_counts, parameter_report, split
 from sao_jax.learner.state import Counters, LearnerState, init_state
 from sao_jax.learner.supervised import SftState, demonstration_trajectory, init_sft_state, make_sft_step
-from sao_jax.learner.update import make_critic_step, make_update_step
+from sao_jax.learner.update import Metrics, make_critic_step, make_update_step
 
 __all__ = [
   "ALGORITHMS",
@@ -18,8 +18,10 @@ __all__ = [
   "Counters",
   "LearnerConfig",
   "LearnerState",
+  "Metrics",
   "OptimizerConfig",
   "PackStats",
+  "PackedBatch",
   "SftState",
   "demonstration_trajectory",
   "init_sft_state",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from sao_jax.types import TokenBatch, Trajectory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackStats:
-  """What packing made of a batch."""
+  """Statistics of a packed batch."""
 
   num_trajectories: int
   num_rows: int
@@ -30,6 +30,14 @@ class PackStats:
   """Tokens / (rows that hold something x row length)."""
   fill: float
   """Tokens / tokens computed, i.e. with the empty rows of the used microbatches."""
+
+
+class PackedBatch(NamedTuple):
+  """A batch for the learner, and how well it is filled."""
+
+  tokens: TokenBatch
+  """`[M, B, T]` NumPy arrays."""
+  stats: PackStats
 
 
 def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -72,7 +80,7 @@ def pack(
   lambda_length: Literal["tokens", "turns"] = "tokens",
   min_microbatches: int = 1,
   microbatch_multiple: int | None = None,
-) -> tuple[TokenBatch, PackStats]:
+) -> PackedBatch:
   """Packs whole trajectories into `[M, B, T]` arrays on the host.
 
   lambda_policy = max(0, 1 - 1 / (alpha l)) per trajectory (METHOD, length-adaptive lambda), l = action tokens or turns.
@@ -90,7 +98,7 @@ def pack(
     microbatch_multiple: `M` is a multiple of this; None: a power of two.
 
   Returns:
-    The batch, with NumPy leaves, and what packing made of it.
+    The batch, with NumPy leaves, and its statistics.
 
   Raises:
     ValueError: no trajectory, one that is longer than a row, or a wrong number of baselines.
@@ -132,12 +140,12 @@ def pack(
     row_fill=tokens / (len(rows) * row_length),
     fill=tokens / (used * rows_per_microbatch * row_length),
   )
-  return TokenBatch(**arrays), stats
+  return PackedBatch(TokenBatch(**arrays), stats)
 
 
 def pack_batch(
   config: LearnerConfig, trajectories: Sequence[Trajectory], baseline_adv: Sequence[float] | np.ndarray | None = None
-) -> tuple[TokenBatch, PackStats]:
+) -> PackedBatch:
   """`pack` with everything a learner's config says about it."""
   return pack(
     trajectories,

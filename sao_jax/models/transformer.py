@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.layers import MLP, Attention, LayerCache, RMSNorm, rope_tables
 from sao_jax.models.moe import MoE
-from sao_jax.parallel.constraints import hold, hold_residual, hold_tokens
+from sao_jax.parallel.constraints import constrain, constrain_residual, constrain_tokens
 from sao_jax.types import Cache
 
 
@@ -35,8 +35,8 @@ class Block(nn.Module):
     return self.moe(x) if self.config.is_sparse(self.layer) else self.mlp(x)
 
   def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
-    x = x + hold_residual(self.attention(hold_tokens(self.input_norm(x)), rope, segment_ids))
-    return x + hold_residual(self._feed_forward(hold_tokens(self.post_attention_norm(x))))
+    x = x + constrain_residual(self.attention(constrain_tokens(self.input_norm(x)), rope, segment_ids))
+    return x + constrain_residual(self._feed_forward(constrain_tokens(self.post_attention_norm(x))))
 
   def extend(
     self,
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
   def _look_up(self, tokens: jax.Array) -> jax.Array:
     """`[B, T, D]`. On a mesh the table is gathered first: it is smaller than all that is looked up in it."""
     table = self.embed.embedding.astype(self.config.compute_dtype)
-    return hold_residual(hold(table, ("tensor",), ())[tokens])
+    return constrain_residual(constrain(table, ("tensor",), ())[tokens])
 
   def __call__(
     self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
@@ -103,8 +103,8 @@ class Transformer(nn.Module):
     rope = rope_tables(self.config, positions)
     x = self._look_up(tokens)
     for layer in self.layers:
-      x = hold_residual(layer(x, rope, segment_ids))
-    return hold_tokens(self.final_norm(x))
+      x = constrain_residual(layer(x, rope, segment_ids))
+    return constrain_tokens(self.final_norm(x))
 
   def extend(
     self, cache: Cache, tokens: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array, live_len: int

@@ -1,4 +1,4 @@
-"""Sharding: the mesh, the table of where arrays live, and functions on it; `distributed` for several processes."""
+"""Meshes and what lies on them: axes, sharding rules, constraints, copies, and several processes (`distributed`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sao_jax.parallel.axes import AXES
 from sao_jax.parallel.cached_policy import cached_on_mesh
 from sao_jax.parallel.mesh import MeshConfig, make_mesh, parse_mesh
 from sao_jax.parallel.rules import Rule, batch_shardings, cache_shardings, replicated, shardings_for
-from sao_jax.parallel.step import hold_sharded, jit_step, on_mesh, place
+from sao_jax.parallel.step import constrain_params, jit_step, on_mesh, place, place_batch
 
 __all__ = [
   "AXES",
@@ -16,12 +16,13 @@ __all__ = [
   "batch_shardings",
   "cache_shardings",
   "cached_on_mesh",
-  "hold_sharded",
+  "constrain_params",
   "jit_step",
   "make_mesh",
   "on_mesh",
   "parse_mesh",
   "place",
+  "place_batch",
   "replicated",
   "rules",
   "shardings_for",

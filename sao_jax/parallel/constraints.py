@@ -1,7 +1,7 @@
-"""What layers need to know of the mesh they are traced on: JAX's ambient mesh, if there is one.
+"""Sharding constraints for layers, which look up JAX's ambient mesh while they are traced.
 
-The compiler places what a layer leaves open. Layers with kernels of their own (expert layers, attention over long rows)
-run under `jax.shard_map` instead, because the compiler cannot look into a kernel, a sort or a loop over blocks.
+The compiler decides what a layer leaves open. Layers with kernels of their own (expert layers, attention over long
+rows) run under `jax.shard_map` instead, because the compiler cannot see into a kernel, a sort or a loop over blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def ambient_mesh() -> AbstractMesh | None:
   return mesh
 
 
-def hold(x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
-  """Tells the compiler which axes split each dimension of `x`, where they divide it; off a mesh, `x` as it is.
+def constrain(x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
+  """Tells the compiler which axes split each dimension of `x`, where they divide it. Returns `x` itself off a mesh.
 
-  Activations are held where one layer ends and the next begins, so that it is the weights that are gathered there.
+  Activations are constrained between layers, so that the compiler gathers the weights there and not the activations.
   """
   mesh = ambient_mesh()
   if mesh is None:
@@ -32,20 +32,20 @@ def hold(x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def hold_tokens(x: jax.Array) -> jax.Array:
-  """`hold` for activations: `[B, T, D]` by rows and tokens, `[S, D]` by rows."""
-  return hold(x, ROWS, ("context",), ()) if x.ndim == 3 else hold(x, ROWS, ())
+def constrain_tokens(x: jax.Array) -> jax.Array:
+  """`constrain` for activations: `[B, T, D]` by rows and tokens, `[S, D]` by rows."""
+  return constrain(x, ROWS, ("context",), ()) if x.ndim == 3 else constrain(x, ROWS, ())
 
 
-def hold_residual(x: jax.Array) -> jax.Array:
-  """`hold` for what passes between layers, `[B, T, D]`: tokens lie over `tensor`, too, where they divide.
+def constrain_residual(x: jax.Array) -> jax.Array:
+  """`constrain` for activations between layers, `[B, T, D]`: `tensor` also splits tokens, where it divides them.
 
-  Inside a layer `tensor` splits heads and widths. What a layer receives and returns would be the same on every device
-  along it, and so would all that is kept for the backward pass (sequence parallelism, arXiv 2205.05198).
+  Inside a layer `tensor` splits heads and widths. Without this constraint, every device along `tensor` would hold the
+  same inputs and outputs of a layer, and keep them for the backward pass (sequence parallelism, arXiv 2205.05198).
   """
   mesh = ambient_mesh()
   if mesh is None:
     return x
   split = ("context", "tensor")
-  # A layer's own results are held as `hold_tokens` does first: else `tensor` would split tokens inside the layer, too.
-  return hold(hold_tokens(x), ROWS, split, ()) if axes_for(mesh, x.shape[1], *split) else hold_tokens(x)
+  # The layer's own results need `constrain_tokens` first, or `tensor` would split tokens inside the layer, too.
+  return constrain(constrain_tokens(x), ROWS, split, ()) if axes_for(mesh, x.shape[1], *split) else constrain_tokens(x)

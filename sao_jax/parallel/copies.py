@@ -1,4 +1,4 @@
-"""Copies of a learner's arrays that a save may take its time with."""
+"""Copies of arrays into buffers that nobody donates or overwrites."""
 
 from __future__ import annotations
 
@@ -9,28 +9,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax.types import Params
+
+
+def copy_leaves(tree: Any) -> Any:
+  """Copies every array of a tree; for use under `jax.jit`. `jnp.copy` is never elided: no output aliases an input."""
+  return jax.tree.map(jnp.copy, tree)
+
+
+_copy_on_device = jax.jit(copy_leaves)
+
+
+def owned_copy(params: Params) -> Params:
+  """Copies parameters into fresh buffers on the same devices, and waits until the copy is there."""
+  return jax.block_until_ready(_copy_on_device(params))
+
 
 def is_key(leaf: Any) -> bool:
   """Whether a leaf is a typed PRNG key, or the shape of one."""
   return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def owned_copies(leaves: Mapping[str, Any]) -> dict[str, Any]:
-  """Copies leaves into memory that the learner cannot donate or overwrite.
+def host_copies(leaves: Mapping[str, Any]) -> dict[str, Any]:
+  """Copies named leaves into memory that the learner can neither donate nor overwrite.
 
-  On the host, or where each process of a pod has its own shards only, on the devices. There all are copied by one
-  program. A program each would do on accelerators; XLA's CPU client lets 32 wait, behind an engine's chunk, say, and
-  for the place of the next one it blocks the very threads that the chunk needs for its collectives: for ever.
+  The copies are on the host, or, where each process of a pod has only its own shards, on the devices. There one program
+  copies them all. On accelerators a program per leaf would do. XLA's CPU client, however, queues at most 32 programs
+  (behind a chunk of an engine, for example), and then blocks the threads that this chunk needs for its collectives.
   """
   plain = {name: jax.random.key_data(leaf) if is_key(leaf) else leaf for name, leaf in leaves.items()}
   spread = {k: x for k, x in plain.items() if isinstance(x, jax.Array) and not x.is_fully_addressable}
-  copied = _copies(spread) if spread else {}
+  copied = _copy_on_device(spread) if spread else {}
   return {name: copied[name] if name in copied else _on_host(name, leaf) for name, leaf in plain.items()}
-
-
-@jax.jit
-def _copies(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  return jax.tree.map(jnp.copy, tree)
 
 
 def _on_host(name: str, leaf: Any) -> np.ndarray:

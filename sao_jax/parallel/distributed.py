@@ -1,18 +1,14 @@
-"""Several processes with devices of their own: start-up from the launcher's environment, batches out of local parts."""
+"""Several processes with devices of their own: start-up from the launcher's environment, and what they agree on."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
-
-from sao_jax.parallel.rules import batch_shardings
-from sao_jax.types import TokenBatch
+from jax.experimental import multihost_utils
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "SAO_COORDINATOR", "SAO_NUM_PROCESSES", "SAO_PROCESS_ID"
 """Variables of a launcher: `host:port` of process 0, the number of processes, and the number of this one from 0."""
@@ -73,47 +69,18 @@ def is_main_process() -> bool:
   return jax.process_index() == 0
 
 
-def local_rows(num_rows: int, mesh: Mesh) -> slice:
-  """Which rows of a batch this process provides: those that its devices hold.
-
-  Raises:
-    ValueError: they are not one run of rows (the mesh's devices are not ordered by process).
-  """
-  probe = {"rows": jax.ShapeDtypeStruct((num_rows, mesh.shape["context"]), np.int32)}
-  indices = batch_shardings(probe, mesh)["rows"].addressable_devices_indices_map(probe["rows"].shape)
-  held = sorted({index[0].indices(num_rows)[:2] for index in indices.values()})
-  if any(left[1] != right[0] for left, right in itertools.pairwise(held)):
-    raise ValueError(f"the rows of process {jax.process_index()} are not one run: {held}; order the mesh by process.")
-  return slice(held[0][0], held[-1][1])
+def barrier(name: str) -> None:
+  """Waits until every process is here. One process alone waits for nothing."""
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(name)
 
 
-def global_batch(local: TokenBatch, mesh: Mesh, *, num_rows: int) -> TokenBatch:
-  """One batch for all processes, each of which brings the rows of its own devices.
-
-  Args:
-    local: `[M, b, T]` or `[b, T]` NumPy leaves: the rows `local_rows(num_rows, mesh)` of the batch. `M` is the same
-      everywhere.
-    mesh: from `make_mesh`, over the devices of all processes.
-    num_rows: `B`, rows of the whole batch (per microbatch).
-
-  Returns:
-    The same batch with global `[M, B, T]` arrays; nothing crosses the network.
-  """
-  rows = local_rows(num_rows, mesh)
-  wanted = rows.stop - rows.start
-  if local.tokens.shape[-2] != wanted:
-    process, shape = jax.process_index(), local.tokens.shape
-    raise ValueError(f"process {process} must bring {wanted} of the {num_rows} rows; received shape {shape}.")
-
-  def shape_of(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*leaf.shape[:-2], num_rows, leaf.shape[-1]), leaf.dtype)
-
-  shapes = jax.tree.map(shape_of, local)
-  batch: TokenBatch = jax.tree.map(
-    lambda leaf, shape, sharding: jax.make_array_from_process_local_data(sharding, leaf, shape.shape),
-    local, shapes, batch_shardings(shapes, mesh),
-  )  # fmt: skip
-  return batch
+def broadcast_from_main(step: int | None) -> int | None:
+  """The main process's value (a step number >= 0, or None), in all processes."""
+  if jax.process_count() == 1:
+    return step
+  received = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
+  return None if received < 0 else received
 
 
 def _integer(name: str, text: str) -> int:

@@ -33,7 +33,7 @@ def jit_step(
     rules: the table for the state.
 
   Returns:
-    The jitted step; it takes a state placed by `place` and a batch from `distributed.global_batch` or NumPy arrays.
+    The jitted step; it takes a state placed by `place` and a batch from `place_batch` or NumPy arrays.
 
   Raises:
     ValueError: a path without a rule, or a dimension that does not divide.
@@ -57,7 +57,7 @@ def on_mesh(fn: F, mesh: Mesh) -> F:
   return traced  # type: ignore[return-value]
 
 
-def hold_sharded(apply: F, mesh: Mesh, rules: Sequence[Rule] = RULES) -> F:
+def constrain_params(apply: F, mesh: Mesh, rules: Sequence[Rule] = RULES) -> F:
   """A `PolicyApply` or `ValueApply` that pins its parameters, and by transposition their gradients, to the rules.
 
   Without it the compiler may keep a replicated gradient accumulator, which a large model has no room for.
@@ -101,3 +101,16 @@ def place(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.array(leaf[index]))
 
   return jax.tree.map(put, tree, shardings_for(tree, mesh, rules))
+
+
+def place_batch(batch: TokenBatch, mesh: Mesh) -> TokenBatch:
+  """Puts a packed batch on the mesh: rows over the row axes, tokens over `context`.
+
+  Every process must hold the same batch. Each copies only the rows of its own devices; nothing crosses the network.
+  """
+
+  def put(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+  placed: TokenBatch = jax.tree.map(put, batch, batch_shardings(batch, mesh))
+  return placed

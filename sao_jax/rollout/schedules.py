@@ -1,6 +1,6 @@
-"""Three schedules of one loop: where the learner's next batch comes from, and what happens to its new weights.
+"""Rollout schedules: where the learner's next batch comes from.
 
-async    an engine thread generates all the time; weights are taken up in flight; staleness is bounded by the queue
+async    an engine thread generates all the time and takes up new weights in flight; the queue bounds staleness
 lagged   one thread, deterministic: weights are a set number of versions old, and may change mid-trajectory
 sync     lagged with a lag of 0: generate a batch, then train on it; on-policy
 """
@@ -17,83 +17,65 @@ from sao_jax.rollout.engine.engine import AsyncEngine, EngineThread, ParamsFor
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.rollout.requests import RequestStream
 from sao_jax.rollout.trajectory_queue import TrajectoryQueue
-from sao_jax.rollout.weight_sync import WeightStore, owned_copy
+from sao_jax.rollout.weight_sync import WeightHistory, WeightStore
 from sao_jax.types import Params, Trajectory
 
 _POLL_S = 0.5
 _STOP_S = 10.0
-"""How long the engine's thread may take to end: with what follows, a signal must have ended the run within 30 s."""
+"""Seconds that the engine's thread has to end. With what follows, a signal must end the run within 30 s."""
 
 _log = logging.getLogger(__name__)
 
 
-def _nothing() -> None:
-  """The default check."""
-
-
-class Generates(Protocol):
-  """An engine, or several that share out the requests among them."""
+class Generator(Protocol):
+  """An engine, or several engines that share the requests."""
 
   def generate(self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int) -> Iterator[Trajectory]:
     """See `Engine.generate`."""
     ...
 
 
-class BatchSource(Protocol):
-  """What the training loop needs to know about a schedule."""
-
-  def publish(self, params: Params, version: int) -> None:
-    """Hands over the learner's weights (a copy is taken); called with version 0 or the restored one first."""
-    ...
+class RolloutSchedule(Protocol):
+  """The training loop's view of a schedule."""
 
   runs_on_caller: bool
   """Whether `next_batch` generates on the caller's thread, where an exception of a signal may end it at any point."""
 
-  def next_batch(self, version: int, check: Callable[[], None] = ...) -> list[Trajectory]:
-    """The trajectories of the next learner step, taken by a learner at `version`.
-
-    Args:
-      version: the learner's.
-      check: called every half second of a wait for another thread; what it raises ends the wait.
-    """
+  def next_batch(self, version: int) -> list[Trajectory]:
+    """The trajectories of the next learner step, for a learner at `version`."""
     ...
 
   def counters(self) -> dict[str, int]:
     """`queue_size`, `dropped_stale`, `dropped_incomplete_group`."""
     ...
 
-  def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
-    """What a resume needs: JSON, and the trajectories that wait for the learner.
+  def state(self, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
+    """What a resume after `step` learner steps needs: JSON, and the trajectories that wait for the learner.
 
-    It is that of the last `publish`: a batch that was taken since, or was being made, counts as not taken.
+    A batch that was handed out for a later step counts as not handed out.
     """
     ...
 
-  def old_weights(self) -> list[Params]:
-    """Older versions of the policy that a resume needs, oldest first; how many depends on the config only."""
-    ...
-
-  def restore(self, state: Mapping[str, Any], waiting: list[Trajectory], old_weights: list[Params]) -> None:
-    """Goes on from `state()` and `old_weights()`; called on a new source, before the first `publish`."""
+  def restore(self, state: Mapping[str, Any], waiting: list[Trajectory]) -> None:
+    """Continues from `state()`; called on a new schedule, before the first `next_batch`."""
     ...
 
   def close(self) -> None:
-    """Ends what runs in the background; raises what it failed with."""
+    """Ends what runs in the background, and raises what it failed with."""
     ...
 
 
-class LaggedSource:
-  """Generates each batch to its end with weights of versions `version - lag ..`, on the caller's thread.
+class LaggedSchedule:
+  """Generates each batch to its end on the caller's thread, with weights up to `lag` versions old.
 
   Args:
     engine: the engine; deterministic if its environments are.
     requests: episodes to run.
+    weights: the published versions; a batch begins with the oldest.
     batch_size: trajectories per batch; a multiple of `group_size`.
     group_size: episodes that are compared with one another; incomplete groups are replaced by new ones.
-    lag: how many versions old the weights are at the start of a batch; 0 is on-policy.
-    switch_chunks: after so many decode chunks the engine goes on with the next version, up to the newest; None: never,
+    switch_chunks: decode chunks after which the engine takes up the next version, up to the newest. None: it does not,
       so that a trajectory has one version.
-    copy: copies published parameters to where the engine reads them.
   """
 
   runs_on_caller = True
@@ -101,60 +83,46 @@ class LaggedSource:
   def __init__(
     self,
     *,
-    engine: Generates,
+    engine: Generator,
     requests: RequestStream,
+    weights: WeightHistory,
     batch_size: int,
     group_size: int,
-    lag: int,
     switch_chunks: int | None,
-    copy: Callable[[Params], Params] = owned_copy,
   ):
-    if lag < 0:
-      raise ValueError(f"lag must be >= 0; received {lag}.")
     if switch_chunks is not None and switch_chunks < 1:
       raise ValueError(f"switch_chunks must be >= 1 or None; received {switch_chunks}.")
     self._engine = engine
     self._requests = requests
+    self._weights = weights
     self._batch_size = batch_size
     self._group_size = group_size
-    self._lag = lag
     self._switch_chunks = switch_chunks
-    self._copy = copy
-    self._history: collections.deque[tuple[Params, int]] = collections.deque(maxlen=lag + 1)
     self._dropped_incomplete_group = 0
-    self._published = self._position()
+    self._handed_out_at = -1
+    self._before_batch = self._position()
 
-  def publish(self, params: Params, version: int) -> None:
-    self._history.append((self._copy(params), version))
-    self._published = self._position()
-
-  def next_batch(self, version: int, check: Callable[[], None] = _nothing) -> list[Trajectory]:
+  def next_batch(self, version: int) -> list[Trajectory]:
+    self._before_batch, self._handed_out_at = self._position(), version
     batch: list[Trajectory] = []
     while len(batch) < self._batch_size:
       wanted = [self._requests.next() for _ in range(self._batch_size - len(batch))]
       # Seeded by its place in the run: the same whatever ran before in this process.
-      done = list(self._engine.generate(self._weights, wanted, seed=wanted[0].episode_id))
+      done = list(self._engine.generate(self._params_for, wanted, seed=wanted[0].episode_id))
       batch += self._complete_groups(done)
     return sorted(batch, key=lambda x: x.episode_id)
 
   def counters(self) -> dict[str, int]:
     return {"queue_size": 0, "dropped_stale": 0, "dropped_incomplete_group": self._dropped_incomplete_group}
 
-  def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
-    return {**self._published, "versions": [version for _, version in self._padded_history()]}, []
+  def state(self, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
+    return self._position() if step > self._handed_out_at else self._before_batch, []
 
-  def old_weights(self) -> list[Params]:
-    return [params for params, _ in self._padded_history()]
-
-  def restore(self, state: Mapping[str, Any], waiting: list[Trajectory], old_weights: list[Params]) -> None:
+  def restore(self, state: Mapping[str, Any], waiting: list[Trajectory]) -> None:
     if waiting:
       raise ValueError(f"a lagged schedule keeps no trajectories between steps; received {len(waiting)}.")
     self._requests.restore(state["requests"])
     self._dropped_incomplete_group = int(state["dropped_incomplete_group"])
-    for version, params in zip(state["versions"], old_weights, strict=True):
-      if not self._history or self._history[-1][1] != version:
-        self._history.append((self._copy(params), int(version)))
-    self._published = self._position()
 
   def close(self) -> None:
     pass
@@ -162,14 +130,8 @@ class LaggedSource:
   def _position(self) -> dict[str, Any]:
     return {"requests": self._requests.state(), "dropped_incomplete_group": self._dropped_incomplete_group}
 
-  def _padded_history(self) -> list[tuple[Params, int]]:
-    """All but the newest weights, `lag` of them: the oldest is repeated while there are fewer."""
-    history = list(self._history)
-    return ([history[0]] * (self._lag + 1 - len(history)) + history)[:-1]
-
-  def _weights(self, chunk: int) -> tuple[Params, int]:
-    ahead = 0 if self._switch_chunks is None else chunk // self._switch_chunks
-    return self._history[min(ahead, len(self._history) - 1)]
+  def _params_for(self, chunk: int) -> tuple[Params, int]:
+    return self._weights.ahead(0 if self._switch_chunks is None else chunk // self._switch_chunks)
 
   def _complete_groups(self, trajectories: list[Trajectory]) -> list[Trajectory]:
     sizes = collections.Counter(x.group_id for x in trajectories)
@@ -178,14 +140,15 @@ class LaggedSource:
     return complete
 
 
-class AsyncSource:
+class AsyncSchedule:
   """An engine thread generates all the time; the queue bounds staleness; weights are taken up in flight.
 
   Args:
-    engine: the engine, or a cluster of them; driven by a thread of this object from the first `publish` on.
+    engine: the engine, or a cluster of them. A thread of this object drives it from the first `next_batch` on.
     requests: episodes to run.
-    queue: between the two.
-    copy: copies published parameters to where the engine reads them.
+    queue: between the engine and the learner.
+    weights: the newest version; something must be published before the first `next_batch`.
+    on_wait: called every half second while `next_batch` waits; what it raises ends the wait.
   """
 
   runs_on_caller = False
@@ -196,34 +159,34 @@ class AsyncSource:
     engine: AsyncEngine,
     requests: RequestStream,
     queue: TrajectoryQueue,
-    copy: Callable[[Params], Params] = owned_copy,
+    weights: WeightStore,
+    on_wait: Callable[[], None] = lambda: None,
   ):
     self._requests = requests
     self._queue = queue
-    self._weights = WeightStore(copy)
-    self._version = 0
-    self._in_hand: list[Trajectory] = []
-    """The batch that the learner is at."""
+    self._weights = weights
+    self._on_wait = on_wait
+    self._handed_out: tuple[int, list[Trajectory]] = (-1, [])
+    """The learner's version when it took its last batch, and that batch."""
     self._started = False
     self._starting = threading.Lock()
     self._thread = EngineThread(
-      engine, weights=self._weights, next_request=self._next_request, emit=self._emit, on_failure=self._fail
+      engine, weights=weights, next_request=self._next_request, emit=self._emit, on_failure=self._fail
     )
 
-  def publish(self, params: Params, version: int) -> None:
-    self._weights.publish(params, version)
-    self._version = version
-    self._in_hand = []
+  def start(self) -> None:
+    """Starts to generate; `next_batch` does it if nobody else has."""
     if not self._started:
       self._started = True
       self._thread.start()
 
-  def next_batch(self, version: int, check: Callable[[], None] = _nothing) -> list[Trajectory]:
+  def next_batch(self, version: int) -> list[Trajectory]:
+    self.start()
     while True:
       self._thread.check()
-      check()
+      self._on_wait()
       if batch := self._queue.get_batch(version, timeout=_POLL_S):
-        self._in_hand = batch
+        self._handed_out = version, batch
         return batch
 
   def counters(self) -> dict[str, int]:
@@ -234,17 +197,16 @@ class AsyncSource:
       "dropped_incomplete_group": counts["dropped_incomplete_group"],
     }
 
-  def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
+  def state(self, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
     with self._starting:  # Every episode that was handed out is running, waiting or has ended.
       counters, waiting = self._queue.state()
       requests = self._requests.state(counters["running"])
-    counters["used"] -= len(self._in_hand)
-    return {"requests": requests, "queue": counters}, self._in_hand + waiting
+    version, batch = self._handed_out
+    unused = [] if step > version else batch
+    counters["used"] -= len(unused)
+    return {"requests": requests, "queue": counters}, unused + waiting
 
-  def old_weights(self) -> list[Params]:
-    return []
-
-  def restore(self, state: Mapping[str, Any], waiting: list[Trajectory], old_weights: list[Params]) -> None:
+  def restore(self, state: Mapping[str, Any], waiting: list[Trajectory]) -> None:
     self._requests.restore(state["requests"])
     self._queue.restore(state["queue"], waiting)
 
@@ -259,7 +221,7 @@ class AsyncSource:
       self._queue.close()
 
   def _next_request(self) -> EpisodeRequest | None:
-    if self._queue.admission(self._version) == 0:
+    if self._queue.admission(self._weights.latest()[1]) == 0:
       return None
     with self._starting:
       request = self._requests.next()

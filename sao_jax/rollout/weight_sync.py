@@ -1,25 +1,34 @@
-"""Published weights: how the learner's parameters reach the rollout engine."""
+"""Weight sync: how the learner's parameters reach the rollout engines.
+
+`WeightStore` keeps the newest version, which an asynchronous engine takes up between two decode chunks.
+`WeightHistory` keeps the last few, for schedules that generate with weights of a set age.
+"""
 
 from __future__ import annotations
 
+import collections
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-import jax
-import jax.numpy as jnp
-
+from sao_jax.parallel.copies import owned_copy
 from sao_jax.types import Params
 
 
-@jax.jit
-def _copy(params: Params) -> Params:
-  return jax.tree.map(jnp.copy, params)
+class WeightSync(Protocol):
+  """What the training loop needs: a place to publish to, and what a resume needs of it."""
 
+  def publish(self, params: Params, version: int) -> None:
+    """Makes a copy of `params` available to the engines as `version`; the caller may donate `params` afterwards."""
+    ...
 
-def owned_copy(params: Params) -> Params:
-  """Fresh buffers with the same values, there when this returns (`jnp.copy` is never elided: no output aliases an
-  input)."""
-  return jax.block_until_ready(_copy(params))
+  def older(self) -> list[tuple[Params, int]]:
+    """`(params, version)` of the versions before the newest that a resume needs, oldest first."""
+    ...
+
+  def restore(self, older: Sequence[tuple[Params, int]]) -> None:
+    """Takes back what `older()` returned; called on a new object, before the first `publish`."""
+    ...
 
 
 class WeightStore:
@@ -71,3 +80,51 @@ class WeightStore:
     """Waits until `version` or a newer one is published; False if `timeout` seconds passed first."""
     with self._changed:
       return self._changed.wait_for(lambda: self._latest is not None and self._latest[1] >= version, timeout)
+
+  def older(self) -> list[tuple[Params, int]]:
+    """Nothing: a resumed run publishes the newest weights first, and no others are ever read."""
+    return []
+
+  def restore(self, older: Sequence[tuple[Params, int]]) -> None:
+    """Accepts only what `older` returns.
+
+    Raises:
+      ValueError: `older` is not empty.
+    """
+    if older:
+      raise ValueError(f"WeightStore keeps no older weights; received {len(older)}.")
+
+
+class WeightHistory:
+  """The last `lag + 1` published versions.
+
+  Args:
+    lag: how many versions before the newest are kept; at least 0.
+    copy: copies parameters to where the engine reads them, and waits until they are there.
+  """
+
+  def __init__(self, lag: int, copy: Callable[[Params], Params] = owned_copy) -> None:
+    if lag < 0:
+      raise ValueError(f"lag must be >= 0; received {lag}.")
+    self._lag = lag
+    self._copy = copy
+    self._versions: collections.deque[tuple[Params, int]] = collections.deque(maxlen=lag + 1)
+
+  def publish(self, params: Params, version: int) -> None:
+    """Appends a copy of `params`; the oldest version is dropped once there are more than `lag + 1`."""
+    self._versions.append((self._copy(params), version))
+
+  def ahead(self, switches: int) -> tuple[Params, int]:
+    """`(params, version)` of the oldest version kept, or of the one `switches` after it, up to the newest."""
+    return self._versions[min(switches, len(self._versions) - 1)]
+
+  def older(self) -> list[tuple[Params, int]]:
+    """The `lag` versions before the newest; the oldest is repeated while there are fewer."""
+    versions = list(self._versions)
+    return ([versions[0]] * (self._lag + 1 - len(versions)) + versions)[:-1]
+
+  def restore(self, older: Sequence[tuple[Params, int]]) -> None:
+    """Takes back what `older` returned."""
+    for params, version in older:
+      if not self._versions or self._versions[-1][1] != version:
+        self.publish(params, version)

@@ -1,4 +1,4 @@
-"""What a run is made of: every room's part, built once from the config, and how they are connected."""
+"""The parts of a run, built once from its config, and how they are connected."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from sao_jax import models
-from sao_jax.learner import LearnerState, PackStats, init_state, make_baselines, make_update_step, pack_batch
+from sao_jax.learner import (
+  LearnerState,
+  Metrics,
+  PackedBatch,
+  init_state,
+  make_baselines,
+  make_update_step,
+  pack_batch,
+)
 from sao_jax.parallel.mesh import MeshConfig
 from sao_jax.rollout.engine.engine import Engine, RolloutEngine
 from sao_jax.rollout.ray.cluster import EngineCluster
 from sao_jax.rollout.requests import RequestStream
-from sao_jax.rollout.schedules import AsyncSource, BatchSource, LaggedSource
+from sao_jax.rollout.schedules import AsyncSchedule, LaggedSchedule, RolloutSchedule
 from sao_jax.rollout.trajectory_queue import TrajectoryQueue
+from sao_jax.rollout.weight_sync import WeightHistory, WeightStore, WeightSync
 from sao_jax.training.config import RunConfig
 from sao_jax.training.evaluation import BothSplits
-from sao_jax.training.multi_process import SharedRollouts, SharedSource, check_processes
+from sao_jax.training.multi_process import MultiProcessRollouts, MultiProcessSchedule, check_processes
 from sao_jax.training.placement import Placement
-from sao_jax.types import Domain, Params, PolicyApply, TokenBatch, Trajectory, ValueApply
+from sao_jax.types import Domain, Params, PolicyApply, Trajectory, ValueApply
 from sao_jax.utils.extras import needed
 
 
@@ -52,20 +62,20 @@ class Components:
     self._cluster: EngineCluster | None = None
     self.placement = Placement(config)
     if self.placement.mesh.size > 1:
-      # What the mesh cannot split is told before any work.
+      # Sizes that the mesh cannot split are refused before any work.
       self.placement.shapes(functools.partial(models.init_policy, config.policy), self.key("policy"))
-    self.policy_apply: PolicyApply = self.placement.hold(models.policy_apply(config.policy))
+    self.policy_apply: PolicyApply = self.placement.constrain(models.policy_apply(config.policy))
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
-      self.value_apply = self.placement.hold(models.value_apply(config.policy))
-    self.update = self.placement.step(make_update_step(config.learner, self.policy_apply, self.value_apply, jit=False))
+      self.value_apply = self.placement.constrain(models.value_apply(config.policy))
+    self._update = self.placement.step(make_update_step(config.learner, self.policy_apply, self.value_apply, jit=False))
     self.baselines = make_baselines(config.learner)
     self.engine: RolloutEngine
     if config.remote.url is None:
       self.engine = _embedded_engine(config, domain, self.placement)
     else:
       self.engine = _remote_engine(config, domain)
-    self.rollouts = SharedRollouts(self.engine, self.placement)
+    self.rollouts = MultiProcessRollouts(self.engine, self.placement)
     # Synchronous schedules share out each batch; asynchronous engines run without looking at one another.
     part = (jax.process_index(), jax.process_count()) if config.schedule == "async" else (0, 1)
     self.requests = RequestStream(
@@ -120,13 +130,31 @@ class Components:
     uses = ("policy", "critic")
     return jax.random.fold_in(jax.random.key(self.config.seed), uses.index(use))
 
-  def pack(self, trajectories: Sequence[Trajectory]) -> tuple[TokenBatch, PackStats]:
+  def pack(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
     """Packs a batch for the learner, with its advantages from rewards alone where the algorithm uses them."""
     adv = None if self.baselines is None else self.baselines.advantages(trajectories)
     return pack_batch(self.config.learner, trajectories, adv)
 
-  def make_source(self) -> BatchSource:
-    """Where the learner's batches come from, by the config's schedule."""
+  def update(self, state: LearnerState, batch: PackedBatch) -> tuple[LearnerState, Metrics]:
+    """One learner step (`learner.make_update_step`), compiled at its first call.
+
+    Args:
+      state: donated.
+      batch: from `pack`.
+
+    Returns:
+      The new state, and metrics as float32 scalars on the device.
+    """
+    tokens, stats = batch
+    result: tuple[LearnerState, Metrics] = self._update(state, tokens, np.int32(stats.num_microbatches))
+    return result
+
+  def make_schedule(self, *, on_wait: Callable[[], None] = lambda: None) -> tuple[RolloutSchedule, WeightSync]:
+    """The config's rollout schedule, and the place where weights for it are published.
+
+    Args:
+      on_wait: called every half second while the schedule waits for another thread; what it raises ends the wait.
+    """
     config, processes = self.config, jax.process_count()
     if config.schedule == "async":
       queue = TrajectoryQueue(
@@ -137,22 +165,25 @@ class Components:
       )
       if config.cluster.num_engines:
         self._cluster = self._make_cluster()
-      source = AsyncSource(
-        engine=self._cluster or self.engine, requests=self.requests, queue=queue, copy=self.placement.for_engine
+      store = WeightStore(self.placement.for_engine)
+      schedule = AsyncSchedule(
+        engine=self._cluster or self.engine, requests=self.requests, queue=queue, weights=store, on_wait=on_wait
       )
-      return source if processes == 1 else SharedSource(source, self.placement, config.group_size)
-    return LaggedSource(
+      if processes == 1:
+        return schedule, store
+      return MultiProcessSchedule(schedule, self.placement, config.group_size), store
+    history = WeightHistory(config.lag, self.placement.for_engine)
+    return LaggedSchedule(
       engine=self.rollouts,
       requests=self.requests,
+      weights=history,
       batch_size=config.batch_size,
       group_size=config.group_size,
-      lag=config.lag,
       switch_chunks=config.lag_switch_chunks,
-      copy=self.placement.for_engine,
-    )
+    ), history
 
   def rollout_counters(self) -> dict[str, Any]:
-    """Of what generates the training episodes: the cluster, once there is one; else the engines of all processes."""
+    """Counters of the rollout engine: of the cluster once there is one, else of the engines of all processes."""
     return self.rollouts.counters() if self._cluster is None else self._cluster.counters
 
   def _make_cluster(self) -> EngineCluster:

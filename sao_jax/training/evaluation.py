@@ -10,7 +10,7 @@ import numpy as np
 
 from sao_jax.rollout.engine.engine import RolloutEngine
 from sao_jax.rollout.episodes import EpisodeRequest
-from sao_jax.training.multi_process import SharedRollouts
+from sao_jax.training.multi_process import MultiProcessRollouts
 from sao_jax.types import Domain, Environment, Params, Step, Trajectory
 
 EVALUATION_SEED = 2**31
@@ -61,7 +61,7 @@ class BothSplits(Environment):
 
 
 def evaluate(
-  engine: RolloutEngine | SharedRollouts, domain: Domain, params: Params, *, num_episodes: int, version: int = 0
+  engine: RolloutEngine | MultiProcessRollouts, domain: Domain, params: Params, *, num_episodes: int, version: int = 0
 ) -> Evaluation:
   """Runs one episode on each of the first `num_episodes` held-out tasks.
 
@@ -128,7 +128,7 @@ class PassAtOne:
 
 
 def evaluate_runs(
-  engine: RolloutEngine | SharedRollouts,
+  engine: RolloutEngine | MultiProcessRollouts,
   domain: Domain,
   params: Params,
   *,

@@ -1,4 +1,4 @@
-"""Watches over learning: skipped updates are counted and their batches kept, a critic that diverges is reported."""
+"""Health checks of learning: skipped updates are counted and their batches kept, a diverging critic is reported."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class RunStoppedError(RuntimeError):
-  """The run cannot go on by itself; what it had is saved."""
+  """The run cannot continue by itself. What it had is saved."""
 
 
-class UpdateGuard:
-  """Looks at every learner step's report (the warm start, which fetches few of them, has `stages._Skips`).
+class HealthCheck:
+  """Checks the report of every learner step. (The warm start, which fetches few reports, has `SkippedUpdates`.)
 
   A step that skipped an update because a loss, gradient, log-prob, value, return or advantage was not finite leaves its
   batch in `<workdir>/bad_batches/`; `check` stops the run after `RunConfig.max_skipped_in_a_row` of them in a row.
@@ -58,10 +58,10 @@ class UpdateGuard:
     self._scale = 0.0
     self._diverged = False
 
-  def look(
+  def record(
     self, step: int, state: LearnerState, trajectories: Sequence[Trajectory], report: Mapping[str, Any]
   ) -> dict[str, float]:
-    """Takes note of a learner step; returns what it adds to the metrics row.
+    """Records a learner step and returns what it adds to the metrics row.
 
     Args:
       step: the learner step.
@@ -79,7 +79,7 @@ class UpdateGuard:
     return {"skipped_in_a_row": self._in_a_row, "critic_error_ratio": self._critic_error(step, report)}
 
   @property
-  def stops(self) -> bool:
+  def must_stop(self) -> bool:
     """Whether `check` will raise."""
     limit = self._parts.config.max_skipped_in_a_row
     return bool(limit) and self._in_a_row >= limit
@@ -87,7 +87,7 @@ class UpdateGuard:
   def check(self) -> None:
     """Raises `RunStoppedError` after too many skipped updates in a row."""
     limit = self._parts.config.max_skipped_in_a_row
-    if self.stops:
+    if self.must_stop:
       raise RunStoppedError(
         f"The last {self._in_a_row} learner steps skipped an update because something was not finite "
         f"(max_skipped_in_a_row = {limit}). What it was, and in which trajectories, is in {self._last_report} and the "
@@ -95,7 +95,7 @@ class UpdateGuard:
       )
 
   def state(self) -> dict[str, Any]:
-    """What a resume needs: JSON."""
+    """Host state needed to resume, as JSON values."""
     return {
       "skipped_before": self._skipped_before, "in_a_row": self._in_a_row, "errors": list(self._errors),
       "squares": list(self._squares), "scale": self._scale, "diverged": self._diverged,
@@ -160,3 +160,41 @@ class UpdateGuard:
 def _json_number(value: float) -> float | str:
   """Strict JSON has no NaN and no infinities: they are written as words."""
   return value if math.isfinite(value) else str(value)
+
+
+class SkippedUpdates:
+  """Stops a warm start that skips every update. It reads the count now and then, because that waits for the device.
+
+  `HealthCheck` serves the other stages and knows more: it has each step's report and batch, so that one skipped step
+  counts, and its batch is kept and diagnosed. Here only the count is known (steps run one ahead of the host), so that
+  only intervals in which every update was skipped count. Demonstrations are not kept: the task can make them again.
+
+  Args:
+    limit: `RunConfig.max_skipped_in_a_row`.
+    step: updates done.
+    skipped: how many of them were skipped.
+  """
+
+  def __init__(self, limit: int, step: int, skipped: int):
+    self._limit = limit
+    self._seen = step, skipped
+    self._in_a_row = 0
+
+  def record(self, step: int, skipped: int) -> None:
+    """Records how many of the updates until `step` were skipped."""
+    new, all_new = skipped - self._seen[1], step - self._seen[0]
+    self._in_a_row = self._in_a_row + new if new == all_new else 0
+    self._seen = step, skipped
+
+  @property
+  def must_stop(self) -> bool:
+    """Whether `check` will raise."""
+    return bool(self._limit) and self._in_a_row >= self._limit
+
+  def check(self) -> None:
+    """Raises `RunStoppedError` after too many skipped updates in a row."""
+    if self.must_stop:
+      raise RunStoppedError(
+        f"The last {self._in_a_row} updates of the warm start were skipped: loss or gradient were not finite, or no "
+        f"token of the demonstrations is an action (max_skipped_in_a_row = {self._limit})."
+      )

@@ -1,4 +1,4 @@
-"""What a step looked like from outside: the metrics row and busy fractions."""
+"""Metrics of the training loop: one row per learner step, and the files that they go to."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io.metrics import MetricsWriter
 from sao_jax.parallel.distributed import is_main_process
-from sao_jax.rollout.schedules import BatchSource
+from sao_jax.rollout.schedules import RolloutSchedule
 from sao_jax.training.components import Components
 from sao_jax.training.placement import Placement
 from sao_jax.types import Trajectory
 
 
-class Progress:
-  """Measures the loop: each row covers the time since the row before it.
+class StepMetrics:
+  """Measures the loop. Each row covers the time since the row before it.
 
   Args:
     parts: the run's parts; the engines' counters are read.
@@ -31,22 +31,27 @@ class Progress:
     self._failed_before = 0
     self._failed_at_start = 0
     self._began = self._last = self._learner_began = time.monotonic()
+    self._ended: float | None = None
     self._counts: Mapping[str, Any] = {}
 
   def start(self) -> None:
-    """Time counts from here."""
+    """Starts the clock."""
     self._began = self._last = time.monotonic()
     self._counts = self._read_counters()
     self._failed_at_start = self._counts["failed_episodes"]
 
-  def learner_begins(self) -> None:
-    """The batch is there: from here to the next row the learner is busy."""
+  def stop(self) -> None:
+    """Stops the clock."""
+    self._ended = time.monotonic()
+
+  def batch_received(self) -> None:
+    """Marks the start of the learner's work: it is busy from here to the next row."""
     self._learner_began = time.monotonic()
 
   @property
   def seconds(self) -> float:
     """Seconds of RL so far, over all resumptions."""
-    return self._seconds_before + time.monotonic() - self._began
+    return self._seconds_before + (self._ended or time.monotonic()) - self._began
 
   def failures(self) -> dict[str, Any]:
     """Failed episodes over all resumptions; those since this start, evaluations included, by kind."""
@@ -57,7 +62,7 @@ class Progress:
     return int(self._failed_before + counts["failed_episodes"] - self._failed_at_start)
 
   def row(
-    self, step: int, trajectories: Sequence[Trajectory], report: Mapping[str, Any], source: BatchSource
+    self, step: int, trajectories: Sequence[Trajectory], report: Mapping[str, Any], schedule: RolloutSchedule
   ) -> dict[str, float | int]:
     """The metrics row of a learner step, its batch used at version `step - 1`."""
     now = time.monotonic()
@@ -77,7 +82,7 @@ class Progress:
       "staleness_max": int(staleness.max()),
       "mixed_version_fraction": float(np.mean([x.mixed_versions for x in trajectories])),
       **{key: float(value) for key, value in report.items()},
-      **source.counters(),
+      **schedule.counters(),
       "failed_episodes": self._failed_by(counts),
       "rollout_tokens_per_s": (counts["tokens_generated"] - self._counts["tokens_generated"]) / elapsed,
       "learner_busy_fraction": (now - self._learner_began) / elapsed,
@@ -103,13 +108,13 @@ class Progress:
     self._failed_before = int(state["failed_episodes"])
 
 
-class Records:
-  """What a run writes line by line: metrics, and trajectories to look at. Only the main process writes.
+class RunLog:
+  """The files that a run appends to: metrics, and a sample of trajectories. Only the main process writes.
 
   Args:
     workdir: the run's folder.
     restored_step: see `io.metrics.MetricsWriter`.
-    placement: tells the other processes what the main one has found.
+    placement: tells the other processes what the main one found.
   """
 
   def __init__(self, workdir: pathlib.Path, *, restored_step: int, placement: Placement):

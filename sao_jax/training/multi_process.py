@@ -1,15 +1,15 @@
 """One run in several processes: each generates its share of the episodes, all train on all of them.
 
-Episodes are split over the processes; every process then holds every trajectory, packs the same batch and puts its own
-rows on its devices (`Placement.batch`). Trajectories are small beside activations: they travel whole, as JSON. With one
-process nothing is exchanged, and the objects here only pass calls on.
+Episodes are split over the processes. Every process then holds every trajectory, packs the same batch, and puts its own
+rows on its devices (`parallel.place_batch`). Trajectories are small beside activations, so they travel whole, as JSON.
+With one process nothing is exchanged, and the objects here only pass calls on.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ import jax
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.rollout.engine.engine import ParamsFor, RolloutEngine
 from sao_jax.rollout.episodes import EpisodeRequest
-from sao_jax.rollout.schedules import AsyncSource
+from sao_jax.rollout.schedules import AsyncSchedule
 from sao_jax.training.config import RunConfig
 from sao_jax.training.placement import Placement
-from sao_jax.types import Params, Trajectory
+from sao_jax.types import Trajectory
 
 
 def check_processes(config: RunConfig, count: int) -> None:
@@ -44,7 +44,7 @@ def check_processes(config: RunConfig, count: int) -> None:
     )
 
 
-class SharedRollouts:
+class MultiProcessRollouts:
   """The engines of all processes as one: each runs its share of the requests, every process gets all trajectories.
 
   Args:
@@ -75,48 +75,42 @@ class SharedRollouts:
     return {**total, "failed_by_kind": dict(sum(kinds, collections.Counter()))}
 
 
-class SharedSource:
-  """The asynchronous sources of several processes as one: a batch is made of equal shares of all.
+class MultiProcessSchedule:
+  """The asynchronous schedules of several processes as one: a batch is made of equal shares of all.
 
   Every process must call every method, in the same order.
 
   Args:
-    source: this process's, of its share of the batch.
+    schedule: this process's, for its share of the batch.
     placement: exchanges values with the other processes.
     group_size: episodes of a group, which runs in one process.
   """
 
   runs_on_caller = False
 
-  def __init__(self, source: AsyncSource, placement: Placement, group_size: int):
-    self._source = source
+  def __init__(self, schedule: AsyncSchedule, placement: Placement, group_size: int):
+    self._schedule = schedule
     self._placement = placement
     self._group_size = group_size
 
-  def publish(self, params: Params, version: int) -> None:
-    self._source.publish(params, version)
-
-  def next_batch(self, version: int, check: Callable[[], None] = lambda: None) -> list[Trajectory]:
-    return exchange_trajectories(self._placement, self._source.next_batch(version, check))
+  def next_batch(self, version: int) -> list[Trajectory]:
+    return exchange_trajectories(self._placement, self._schedule.next_batch(version))
 
   def counters(self) -> dict[str, int]:
-    everyone = self._placement.exchange(self._source.counters())
+    everyone = self._placement.exchange(self._schedule.counters())
     return {name: sum(counts[name] for counts in everyone) for name in everyone[0]}
 
-  def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
-    state, waiting = self._source.state()
+  def state(self, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
+    state, waiting = self._schedule.state(step)
     return {"processes": self._placement.exchange(state)}, exchange_trajectories(self._placement, waiting)
 
-  def old_weights(self) -> list[Params]:
-    return self._source.old_weights()
-
-  def restore(self, state: Mapping[str, Any], waiting: list[Trajectory], old_weights: list[Params]) -> None:
+  def restore(self, state: Mapping[str, Any], waiting: list[Trajectory]) -> None:
     index, count = jax.process_index(), jax.process_count()
     mine = [x for x in waiting if x.episode_id // self._group_size % count == index]
-    self._source.restore(state["processes"][index], mine, old_weights)
+    self._schedule.restore(state["processes"][index], mine)
 
   def close(self) -> None:
-    self._source.close()
+    self._schedule.close()
 
 
 def exchange_trajectories(placement: Placement, trajectories: Iterable[Trajectory]) -> list[Trajectory]:

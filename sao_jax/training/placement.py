@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from sao_jax import parallel
 from sao_jax.parallel.axes import AXES, ROWS, check_split
+from sao_jax.parallel.copies import copy_leaves
 from sao_jax.training.config import RunConfig
 from sao_jax.types import CachedPolicy, Params, TokenBatch
 
@@ -71,9 +71,9 @@ class Placement:
     with self._lock:
       yield
 
-  def hold(self, apply: F) -> F:
+  def constrain(self, apply: F) -> F:
     """A policy or value model whose parameters and gradients stay on their shards."""
-    return parallel.hold_sharded(apply, self.mesh)
+    return parallel.constrain_params(apply, self.mesh)
 
   def shapes(self, make: Callable[..., Any], *args: Any) -> Any:
     """What `make(*args)` would return, as shapes with their shardings; nothing is computed."""
@@ -103,21 +103,12 @@ class Placement:
     def step(state: Any, batch: TokenBatch, num_microbatches: Any) -> tuple[Any, Any]:
       if not compiled:
         compiled.append(parallel.jit_step(fn, state, batch, self.mesh))
-      placed = self.batch(batch)
+      placed = parallel.place_batch(batch, self.mesh)
       with self.dispatching():
         result: tuple[Any, Any] = compiled[0](state, placed, np.int32(num_microbatches))
       return result
 
     return step
-
-  def batch(self, batch: TokenBatch) -> TokenBatch:
-    """A packed batch on its shards: rows over the row axes, tokens over `context`. Every process has the same batch."""
-
-    def put(leaf: np.ndarray, place: NamedSharding) -> jax.Array:
-      return jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index])
-
-    placed: TokenBatch = jax.tree.map(put, batch, parallel.batch_shardings(batch, self.mesh))
-    return placed
 
   def cached_policy(self, policy: CachedPolicy) -> CachedPolicy:
     """The policy as the engine drives it, on the engine's mesh."""
@@ -149,8 +140,7 @@ class Placement:
       wide = Mesh(devices, (_PROCESS, *AXES), axis_types=(jax.sharding.AxisType.Auto,) * (1 + len(AXES)))
       local_places = parallel.shardings_for(params, self.engine_mesh)
       places = jax.tree.map(lambda place: NamedSharding(wide, place.spec), local_places)
-    # jnp.copy is never elided: no output shares a buffer that the learner donates.
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)
+    return jax.jit(copy_leaves, out_shardings=places)
 
   @staticmethod
   def _local(leaf: jax.Array, place: NamedSharding) -> jax.Array:

@@ -23,46 +23,52 @@ from sao_jax.training.placement import Placement
 
 _STDOUT, _STDERR = 1, 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_PATIENCE_S = 10.0
-"""How long the main thread may take to leave a block that may be given up; with what follows, a signal must have ended
-the run within 30 s."""
-_LOOK_S = 0.2
-_AGAIN_S = 2.0
-"""What a handler raises is lost where Python cannot pass it on (in a callback of the garbage collector, say: JAX has
-one). Where a signal should have ended a block, it is sent again after so long."""
+_ABORT_AFTER_S = 10.0
+"""Seconds that the main thread has to leave an abortable block. With what follows, a signal must end the run within
+30 s."""
+_POLL_S = 0.2
+_RESEND_S = 2.0
+"""Seconds after which a signal that should have ended a block is sent again. Python loses what a handler raises where
+it cannot pass it on, for example in a callback of the garbage collector (JAX has one)."""
 
 
-def _nothing() -> None:
-  """There is nothing to save."""
+def _save_nothing() -> None:
+  """The emergency checkpoint of a block in which nothing would be lost."""
 
 
 class Interrupted(KeyboardInterrupt):
-  """A signal asked the run to save and end. Not an `Exception`: a user's code that catches those must not stop it, and
-  what calls such code lets a `KeyboardInterrupt` of the main thread pass."""
+  """A signal asked the run to save and end.
+
+  Not an `Exception`: user code that catches those must not stop it, and what calls such code lets a `KeyboardInterrupt`
+  of the main thread pass.
+  """
 
 
-class NotNow(Exception):
-  """A rescue cannot save at this moment; it is asked again, unless the main thread comes back first."""
+class RetryLater(Exception):
+  """An emergency checkpoint cannot be written now. It is tried again unless the main thread returns first."""
 
 
-class Interrupts:
-  """SIGINT and SIGTERM ask for an end: `check` raises `Interrupted`, and inside `at_once` the signal itself does.
+class StopSignals:
+  """SIGINT and SIGTERM ask the run to save and end. A context manager.
 
-  After the first signal a second SIGINT ends the process at once, whatever it does. Outside the main thread signals
-  cannot be handled: nothing is changed there, and `requested` stays False.
+  `check` raises `Interrupted` after a signal. Inside `interruptible` the signal itself raises it.
 
-  Python runs a signal's handler in the main thread, between two instructions: not while that is in a compiler for a
-  minute. Hence a thread that hears of signals meanwhile; it ends the process where the main thread may be given up.
+  After the first signal a second SIGINT ends the process at once. Outside the main thread signals cannot be handled:
+  nothing is changed there, and `requested` stays False.
+
+  Python runs a signal's handler in the main thread, between two instructions: not while that thread is in a compiler
+  for a minute. Hence a second thread that receives signals meanwhile. It ends the process where the main thread is in
+  an `abortable` block.
   """
 
   def __init__(self) -> None:
     self.requested = False
     self._placement: Placement | None = None
     self._raise = False
-    self._rescue: Callable[[], None] | None = None
-    """What saves if the main thread does not come back; None: it must be waited for."""
+    self._emergency_checkpoint: Callable[[], None] | None = None
+    """Saves what would be lost if the main thread does not return; None: it must be waited for."""
     self._turn = threading.Lock()
-    """Held while `_rescue` is changed, and from the beginning of a rescue to the end of the process."""
+    """Held while `_emergency_checkpoint` changes, and from the start of an abort to the end of the process."""
     self._previous: dict[signal.Signals, Any] = {}
     self._previous_wakeup = -1
     self._wakeup: tuple[socket.socket, socket.socket] | None = None
@@ -73,51 +79,53 @@ class Interrupts:
     """From here on a signal to one process is a signal to all."""
     self._placement = placement
 
-  def anywhere(self) -> bool:
-    """Whether a signal has come, to any process: all of them must ask."""
+  def requested_anywhere(self) -> bool:
+    """Whether a signal has come to any process. Every process must call it."""
     return self.requested if self._placement is None else any(self._placement.exchange(self.requested))
 
   def check(self) -> None:
-    """Raises `Interrupted` if a signal has come, to any process: all of them must call it."""
-    if self.anywhere():
+    """Raises `Interrupted` if a signal has come to any process. Every process must call it."""
+    if self.requested_anywhere():
       raise Interrupted
 
-  def check_alone(self) -> None:
-    """As `check`, where no other process can be asked: with several it does nothing."""
+  def check_local(self) -> None:
+    """Raises `Interrupted` if a signal has come; does nothing where there are several processes."""
     if self.requested and jax.process_count() == 1:
       raise Interrupted
 
   @contextlib.contextmanager
-  def at_once(self, enabled: bool = True, *, rescue: Callable[[], None] = _nothing) -> Iterator[None]:
-    """Inside, a signal raises `Interrupted` wherever the main thread stands: in a tool that takes minutes, say.
+  def interruptible(
+    self, enabled: bool = True, *, emergency_checkpoint: Callable[[], None] = _save_nothing
+  ) -> Iterator[None]:
+    """Inside, a signal raises `Interrupted` wherever the main thread is, in a tool that takes minutes for example.
 
-    Only around what may end at any point, leaving nothing behind that is used later; it may be given up, too (see
-    `may_be_given_up`). With several processes a signal waits for the next `check`: they end together.
+    For blocks that may end at any point and leave nothing behind that is used later. They are `abortable`, too. With
+    several processes a signal waits for the next `check`, so that they end together.
     """
-    with self.may_be_given_up(rescue) if enabled else contextlib.nullcontext():
+    with self.abortable(emergency_checkpoint) if enabled else contextlib.nullcontext():
       try:
         self._raise = enabled and jax.process_count() == 1
-        self.check_alone()
+        self.check_local()
         yield
       finally:
         self._raise = False
 
   @contextlib.contextmanager
-  def may_be_given_up(self, rescue: Callable[[], None] = _nothing) -> Iterator[None]:
-    """Inside, a signal ends the process with code 0 if the main thread is still there `_PATIENCE_S` later.
+  def abortable(self, emergency_checkpoint: Callable[[], None] = _save_nothing) -> Iterator[None]:
+    """Inside, a signal ends the process with exit code 0 if the main thread is still there `_ABORT_AFTER_S` later.
 
     Args:
-      rescue: saves what would be lost with the block; called on another thread, while the main thread may be anywhere
-        in the block; it may raise `NotNow`. The default: there is nothing to save.
+      emergency_checkpoint: saves what would be lost with the block. It runs on another thread, while the main thread
+        may be anywhere in the block, and may raise `RetryLater`. The default saves nothing.
     """
-    before = self._rescue
+    before = self._emergency_checkpoint
     try:
       with self._turn:
-        self._rescue = rescue if jax.process_count() == 1 else None
+        self._emergency_checkpoint = emergency_checkpoint if jax.process_count() == 1 else None
       yield
     finally:
       with self._turn:
-        self._rescue = before
+        self._emergency_checkpoint = before
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
     if not self.requested:
@@ -130,11 +138,11 @@ class Interrupts:
       raise Interrupted
 
   def _watch(self, wakeup: socket.socket) -> None:
-    """Reads the numbers of signals as they come, until the other end is closed."""
+    """Reads the numbers of signals as they arrive, until the other end is closed."""
     first: float | None = None
-    again = math.inf
+    resend_at = math.inf
     while True:
-      ready = select.select([wakeup], [], [], None if first is None else _LOOK_S)[0]
+      ready = select.select([wakeup], [], [], None if first is None else _POLL_S)[0]
       heard = wakeup.recv(64) if ready else b""
       if ready and not heard:
         return
@@ -143,36 +151,37 @@ class Interrupts:
           _end(128 + number)
         if number in _SIGNALS and first is None:
           first = time.monotonic()
-          again = first + _AGAIN_S
-      if self._raise and time.monotonic() > again:
-        again = time.monotonic() + _AGAIN_S
+          resend_at = first + _RESEND_S
+      if self._raise and time.monotonic() > resend_at:
+        resend_at = time.monotonic() + _RESEND_S
         signal.pthread_kill(self._main, signal.SIGTERM)
-      if first is not None and time.monotonic() - first > _PATIENCE_S:
-        self._give_up()
+      if first is not None and time.monotonic() - first > _ABORT_AFTER_S:
+        self._abort()
 
-  def _give_up(self) -> None:
+  def _abort(self) -> None:
+    """Ends the process after an emergency checkpoint, if the main thread is in an abortable block."""
     with self._turn:  # whoever leaves the block now waits for the end
-      if self._rescue is None:
+      if self._emergency_checkpoint is None:
         return
       try:
-        self._rescue()
-      except NotNow:
+        self._emergency_checkpoint()
+      except RetryLater:
         return
       except BaseException as error:  # noqa: BLE001 (the end of the process)
         traceback.print_exception(error)
         _end(1)
       with contextlib.suppress(OSError):
-        os.write(_STDERR, b"What could not be interrupted (compiling, say) was given up.\n")
+        os.write(_STDERR, b"Aborted a call that cannot be interrupted, such as compiling. Finished work is saved.\n")
       _end(0)
 
   def _forget(self) -> None:
-    """In a forked child: signals are its own affair."""
+    """Gives a forked child its default handlers back."""
     for number in self._previous:
       signal.signal(number, signal.SIG_DFL)
     if self._wakeup is not None:
       signal.set_wakeup_fd(-1)
 
-  def __enter__(self) -> Interrupts:
+  def __enter__(self) -> StopSignals:
     if threading.current_thread() is not threading.main_thread():
       return self
     self._wakeup = reader, writer = socket.socketpair()
@@ -202,15 +211,15 @@ class Interrupts:
       self._wakeup = None
 
 
-def _forget(me: weakref.ref[Interrupts]) -> None:
-  interrupts = me()
-  if interrupts is not None:
-    interrupts._forget()
+def _forget(me: weakref.ref[StopSignals]) -> None:
+  signals = me()
+  if signals is not None:
+    signals._forget()
 
 
 def _end(code: int) -> NoReturn:
-  """Ends the process from another thread than the main one: nothing else does while that is in a call."""
-  with contextlib.suppress(OSError, ValueError):  # closed, say
+  """Ends the process from a thread other than the main one, which may be inside a call that does not return."""
+  with contextlib.suppress(OSError, ValueError):  # the stream may be closed
     sys.stdout.flush()
   if os.isatty(_STDOUT):
     os.write(_STDOUT, b"\x1b[?25h")  # the cursor, which a progress bar hides

@@ -59,7 +59,7 @@ def test_throughput_that_does_not_come_back_is_told():
 @pytest.fixture
 def put_back(monkeypatch):
   """The soak wraps methods of the queue and of the source for the rest of its process."""
-  for owner, methods in ((TrajectoryQueue, ("start", "put", "fail")), (schedules.AsyncSource, ("next_batch",))):
+  for owner, methods in ((TrajectoryQueue, ("start", "put", "fail")), (schedules.AsyncSchedule, ("next_batch",))):
     for method in methods:
       monkeypatch.setattr(owner, method, getattr(owner, method))
 

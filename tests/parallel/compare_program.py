@@ -17,7 +17,7 @@ import numpy as np
 from sao_jax.learner.update import make_update_step
 from sao_jax.models import policy_apply, value_apply
 from sao_jax.ops import logprobs, masking, policy_losses
-from sao_jax.parallel import batch_shardings, hold_sharded, jit_step, make_mesh, on_mesh, parse_mesh, place
+from sao_jax.parallel import batch_shardings, constrain_params, jit_step, make_mesh, on_mesh, parse_mesh, place
 from tests.parallel import tiny
 
 
@@ -30,7 +30,7 @@ def largest_difference(a: Any, b: Any) -> float:
 
 
 def sharded_step(mesh, state, batch):
-  policy, value = (hold_sharded(make(tiny.MODEL), mesh) for make in (policy_apply, value_apply))
+  policy, value = (constrain_params(make(tiny.MODEL), mesh) for make in (policy_apply, value_apply))
   step = make_update_step(tiny.LEARNER, policy, value, jit=False)
   return jit_step(step, state, batch, mesh)
 
@@ -70,7 +70,7 @@ def compare_gradients(meshes: list[str]) -> dict[str, Any]:
   report: dict[str, Any] = {"largest_gradient": largest_difference(grads, jax.tree.map(jnp.zeros_like, grads))}
   for text in meshes:
     mesh = make_mesh(parse_mesh(text))
-    fn = jax.jit(on_mesh(loss(hold_sharded(policy_apply(tiny.MODEL), mesh)), mesh))
+    fn = jax.jit(on_mesh(loss(constrain_params(policy_apply(tiny.MODEL), mesh)), mesh))
     placed = jax.tree.map(jax.device_put, batch, batch_shardings(batch, mesh))
     got_value, got_grads = fn(place(params, mesh), placed)
     weight = got_grads["layers_0"]["moe"]["up_proj"]

@@ -20,7 +20,7 @@ from sao_jax.models.expert_parallel import apply_experts
 from sao_jax.models.moe import ExpertKernels, expert_mlp
 from sao_jax.ops import masking
 from sao_jax.parallel import make_mesh, on_mesh, parse_mesh, replicated
-from sao_jax.parallel.constraints import hold_residual
+from sao_jax.parallel.constraints import constrain_residual
 from sao_jax.types import PolicyOutput
 from tests.parallel import tiny
 
@@ -100,7 +100,7 @@ def residual_shards() -> dict[int, tuple[int, ...]]:
   """By length of a row: what each of 2 x 2 x 2 devices holds of activations between layers."""
   mesh = make_mesh(parse_mesh("fsdp=2,tensor=2,context=2"))
   inputs = {length: jax.device_put(random(ROWS, length, DIM), replicated(mesh)) for length in (8, 6, 5)}
-  held = {length: jax.jit(on_mesh(hold_residual, mesh))(x) for length, x in inputs.items()}
+  held = {length: jax.jit(on_mesh(constrain_residual, mesh))(x) for length, x in inputs.items()}
   return {length: x.sharding.shard_shape(x.shape) for length, x in held.items()}
 
 

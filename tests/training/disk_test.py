@@ -24,6 +24,7 @@ from sao_jax.io.checkpoints import Checkpointer, CheckpointError
 from sao_jax.io.metrics import MetricsWriter, read_metrics
 from sao_jax.training import loop
 from sao_jax.training.config import CheckpointConfig
+from sao_jax.training.run_state import RunState
 from tests.bare_run import bare, busy_domain
 from tests.training.loop_test import final_params, without_times
 
@@ -70,7 +71,7 @@ def test_a_run_stops_with_a_message_and_goes_on_when_there_is_room(
   full, whole = tmp_path / "full", tmp_path / "whole"
   loop.train(config, busy_domain(), whole)
   limits = contextlib.ExitStack()
-  owner, method = (MetricsWriter, "write") if when == "metrics" else (loop.Run, "save")
+  owner, method = (MetricsWriter, "write") if when == "metrics" else (RunState, "save")
   original = getattr(owner, method)
 
   def fills(*args: Any, **options: Any) -> Any:

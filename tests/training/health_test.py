@@ -21,7 +21,7 @@ from sao_jax.rollout import TooManyFailuresError
 from sao_jax.training import health, loop
 from sao_jax.training.components import Components
 from sao_jax.training.config import CheckpointConfig, WarmStartConfig
-from sao_jax.training.health import RunStoppedError, UpdateGuard
+from sao_jax.training.health import HealthCheck, RunStoppedError
 from tests.bare_run import BusyEnv, bare, busy_domain
 from tests.io.trajectories_test import assert_same, make
 from tests.learner import tiny
@@ -151,15 +151,15 @@ def test_what_is_not_finite_is_found_in_its_trajectories() -> None:
   assert found[:2] == [[], []] and found[2] == ["critic_gradient", "policy_gradient", "value_loss"]
 
 
-def guard_of(limit: int = 3) -> UpdateGuard:
+def guard_of(limit: int = 3) -> HealthCheck:
   parts = types.SimpleNamespace(config=types.SimpleNamespace(max_skipped_in_a_row=limit))
-  return UpdateGuard(parts, pathlib.Path())  # type: ignore[arg-type]
+  return HealthCheck(parts, pathlib.Path())  # type: ignore[arg-type]
 
 
-def feed(guard: UpdateGuard, errors: list[float], square: float = 0.5, first: int = 1) -> list[float]:
+def feed(guard: HealthCheck, errors: list[float], square: float = 0.5, first: int = 1) -> list[float]:
   report = {"skipped_policy_nonfinite": 0, "skipped_critic_nonfinite": 0, "returns_square_mean": square}
   rows = [
-    guard.look(first + i, None, [], {**report, "value_loss": error})  # type: ignore[arg-type]
+    guard.record(first + i, None, [], {**report, "value_loss": error})  # type: ignore[arg-type]
     for i, error in enumerate(errors)
   ]
   return [row["critic_error_ratio"] for row in rows]

@@ -23,8 +23,8 @@ def fails():
   raise OSError("disk full")
 """
 INTERRUPTS = """
-from sao_jax.training import signals as interrupts
-interrupts._PATIENCE_S = 0.5
+from sao_jax.training import signals
+signals._ABORT_AFTER_S = 0.5
 """
 # Without the package, whose import takes seconds.
 EXITS = f"""
@@ -64,16 +64,16 @@ def used_s(process: subprocess.Popen[bytes]) -> float:
   return psutil.Process(process.pid).cpu_times().user
 
 
-def test_what_can_be_given_up_is_saved_and_given_up() -> None:
-  program = "with interrupts.Interrupts() as i, i.at_once(rescue=lambda: print('saved')): stuck()"
+def test_what_can_be_aborted_is_saved_and_aborted() -> None:
+  program = "with signals.StopSignals() as i, i.interruptible(emergency_checkpoint=lambda: print('saved')): stuck()"
   code, out, err = send(INTERRUPTS + program, signal.SIGTERM)
-  assert (code, out) == (0, "saved\n") and "given up" in err
+  assert (code, out) == (0, "saved\n") and "Aborted a call" in err
 
 
 def test_an_exception_that_python_loses_is_raised_again() -> None:
   program = """
 import gc
-interrupts._PATIENCE_S, interrupts._AGAIN_S = 60, 0.5
+signals._ABORT_AFTER_S, signals._RESEND_S = 60, 0.5
 def callback(phase, info):
   if phase == "start":
     print("stuck", flush=True)
@@ -81,54 +81,54 @@ def callback(phase, info):
 gc.disable()
 gc.callbacks.append(callback)
 try:
-  with interrupts.Interrupts() as i, i.at_once():
+  with signals.StopSignals() as i, i.interruptible():
     gc.collect(0)
     gc.callbacks.remove(callback)
     print("lost", flush=True)
     time.sleep(600)
-except interrupts.Interrupted:
+except signals.Interrupted:
   print("ended")
 """
   code, out, err = send(INTERRUPTS + program, signal.SIGTERM, computes=False)
   assert code == 0 and out.split() == ["lost", "ended"] and "Exception ignored" in err
 
 
-def test_a_rescue_that_fails_is_told() -> None:
-  program = "with interrupts.Interrupts() as i, i.at_once(rescue=fails): stuck()"
+def test_an_emergency_checkpoint_that_fails_is_reported() -> None:
+  program = "with signals.StopSignals() as i, i.interruptible(emergency_checkpoint=fails): stuck()"
   code, _, err = send(INTERRUPTS + program, signal.SIGINT)
   assert code == 1 and "disk full" in err
 
 
-def test_a_rescue_that_cannot_be_now_is_tried_again() -> None:
+def test_an_emergency_checkpoint_that_cannot_be_written_yet_is_tried_again() -> None:
   program = """
 asked = []
-def rescue():
+def save():
   asked.append(1)
   if len(asked) < 3:
-    raise interrupts.NotNow
+    raise signals.RetryLater
   print(len(asked))
-with interrupts.Interrupts() as i, i.may_be_given_up(rescue): stuck()
+with signals.StopSignals() as i, i.abortable(save): stuck()
 """
   code, out, err = send(INTERRUPTS + program, signal.SIGTERM)
   assert (code, out) == (0, "3\n") and "Traceback" not in err
 
 
 def test_a_second_ctrl_c_ends_what_does_not_return() -> None:
-  code, out, _ = send(INTERRUPTS + "with interrupts.Interrupts() as i: stuck()", *[signal.SIGINT] * 2)
+  code, out, _ = send(INTERRUPTS + "with signals.StopSignals() as i: stuck()", *[signal.SIGINT] * 2)
   assert (code, out) == (130, "")
 
 
-def test_what_may_not_be_given_up_is_waited_for() -> None:
+def test_what_may_not_be_aborted_is_waited_for() -> None:
   program = """
-with interrupts.Interrupts() as i:
-  with i.may_be_given_up():
+with signals.StopSignals() as i:
+  with i.abortable():
     pass
   stuck(3_000_000)
   while not i.requested:
     time.sleep(0.1)
   try:
     i.check()
-  except interrupts.Interrupted:
+  except signals.Interrupted:
     print("saved")
 """
   code, out, _ = send(INTERRUPTS + program, signal.SIGTERM, computes=False)
@@ -138,7 +138,7 @@ with interrupts.Interrupts() as i:
 def test_a_forked_child_is_not_the_run() -> None:
   """Its signals are its own, and the run's end does not wait for it."""
   program = """
-with interrupts.Interrupts() as i, i.at_once():
+with signals.StopSignals() as i, i.interruptible():
   stuck(1)
   children = []
   started, start = os.pipe()

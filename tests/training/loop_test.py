@@ -19,7 +19,7 @@ from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import OptimizerConfig, learner_config
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig
-from sao_jax.training import loop
+from sao_jax.training import loop, run_state
 from sao_jax.training.components import Components
 from sao_jax.training.config import MAY_DIFFER, CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig, to_json
 from tests.bare_run import bare, busy_domain
@@ -93,7 +93,7 @@ def final_params(config: RunConfig, workdir: pathlib.Path) -> Any:
     Components(config, tiny_domain()) as parts,
     Checkpointer(workdir, config=to_json(config), read_only=True, may_differ=MAY_DIFFER) as checkpointer,
   ):
-    restored = checkpointer.restore(loop.checkpoint_template(parts))
+    restored = checkpointer.restore(run_state.checkpoint_template(parts))
   assert restored is not None and restored.step == config.num_steps
   return jax.tree.map(np.asarray, restored.state["learner"])
 
@@ -177,7 +177,7 @@ def test_a_stage_with_a_result_is_not_run_again(stages_done: pathlib.Path) -> No
 
 
 def test_a_later_stage_needs_the_earlier_ones(tmp_path: pathlib.Path) -> None:
-  with pytest.raises(ValueError, match="stage warm_start has no result"):
+  with pytest.raises(ValueError, match="stage 'warm_start' has no result"):
     loop.train(tiny_config(), tiny_domain(), tmp_path, run_stages=("rl",))
 
 

@@ -26,7 +26,8 @@ from sao_jax.rollout import schedules
 from sao_jax.training import loop, stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig
-from sao_jax.training.signals import Interrupted, Interrupts, NotNow
+from sao_jax.training.run_state import RunState
+from sao_jax.training.signals import Interrupted, RetryLater, StopSignals
 from sao_jax.types import Domain, Step
 from tests.bare_run import BusyEnv, bare, busy_domain
 from tests.tiny_domain import tiny_domain
@@ -112,7 +113,7 @@ def test_in_the_evaluation(tmp_path: pathlib.Path) -> None:
 
 
 def stage_result(stage: str, config: RunConfig, workdir: pathlib.Path) -> Any:
-  with Components(config, busy_domain()) as parts, stages._stage_checkpointer(parts, workdir, stage) as checkpointer:
+  with Components(config, busy_domain()) as parts, stages.stage_checkpointer(parts, workdir, stage) as checkpointer:
     return checkpointer.arrays(checkpointer.steps()[-1])
 
 
@@ -156,15 +157,15 @@ def test_the_fit_of_values_goes_on_where_it_was(tmp_path: pathlib.Path, monkeypa
   config, stopped, whole = pretraining(), tmp_path / "stopped", tmp_path / "whole"
   run = functools.partial(loop.train, config, run_stages=("warm_start", "value_pretraining"))
   asked = 0
-  original = Interrupts.anywhere
+  original = StopSignals.requested_anywhere
 
-  def anywhere(self: Interrupts) -> bool:
+  def anywhere(self: StopSignals) -> bool:
     nonlocal asked
     asked += 1
     self.requested = self.requested or asked == 3
     return original(self)
 
-  monkeypatch.setattr(Interrupts, "anywhere", anywhere)
+  monkeypatch.setattr(StopSignals, "requested_anywhere", anywhere)
   assert run(busy_domain(), stopped) is None and asked == 4  # the fourth time is `check`, which raises
 
   class Forbidden(BusyEnv):
@@ -234,43 +235,43 @@ def test_demonstrations_that_are_no_tokens_of_the_vocabulary_are_refused(ids: An
 
 STUBBORN = """
 import time
-from sao_jax.training.signals import Interrupts
-with Interrupts():
+from sao_jax.training.signals import StopSignals
+with StopSignals():
   print("ready", flush=True)
   while True:
     time.sleep(1)
 """
 
 
-def test_a_learner_step_that_is_still_compiled_can_be_given_up(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-  """What is saved then is the step before it, and the batch is trained in the next run; once the step is on the device
-  it is waited for."""
+def test_a_learner_step_that_is_still_compiled_can_be_aborted(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+  """The emergency checkpoint is of the step before, and the next run trains on the same batch. Once the step is on the
+  device it is waited for."""
   config = bare(num_steps=3, checkpoint=CheckpointConfig(every_steps=9))
   whole, stopped = tmp_path / "whole", tmp_path / "stopped"
   loop.train(config, busy_domain(), whole)
   made: list[Callable[[], None]] = []
   late: list[str] = []
-  original_rescue, original_learn = loop.Run.rescue, loop._learn
+  steps = itertools.count(1)
+  original_checkpoint, original_update = RunState.emergency_checkpoint, Components.update
 
-  def rescue(self: loop.Run, *args: Any) -> Callable[[], None]:
-    made.append(original_rescue(self, *args))
+  def emergency_checkpoint(self: RunState, *args: Any) -> Callable[[], None]:
+    made.append(original_checkpoint(self, *args))
     return made[-1]
 
-  def learn(parts: Components, state: Any, step: int, *more: Any) -> Any:
-    if step == 3:
-      parts.baselines.advantages(more[0])  # the batch is packed; what follows would be compiled
+  def update(self: Components, state: Any, batch: Any) -> Any:
+    if next(steps) == 3:  # the batch is packed; what follows would be compiled
       made[-1]()
       raise Interrupted
-    result = original_learn(parts, state, step, *more)
+    result = original_update(self, state, batch)
     for save in made:
-      with pytest.raises(NotNow):
+      with pytest.raises(RetryLater):
         save()
       late.append("refused")
     return result
 
   with monkeypatch.context() as patch:
-    patch.setattr(loop.Run, "rescue", rescue)
-    patch.setattr(loop, "_learn", learn)
+    patch.setattr(RunState, "emergency_checkpoint", emergency_checkpoint)
+    patch.setattr(Components, "update", update)
     assert loop.train(config, busy_domain(), stopped) is None
   assert late == ["refused"]
   assert loop.train(config, busy_domain(), stopped) is not None
@@ -294,12 +295,12 @@ def test_a_second_ctrl_c_ends_at_once(first: signal.Signals) -> None:
 def test_handlers_are_put_back_and_check_raises_only_after_a_signal() -> None:
   before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
   ran: list[Callable[[], None]] = []
-  with pytest.raises(Interrupted), Interrupts() as interrupts:
-    interrupts.check()
-    with interrupts.at_once():
-      ran.append(interrupts.check)
+  with pytest.raises(Interrupted), StopSignals() as signals:
+    signals.check()
+    with signals.interruptible():
+      ran.append(signals.check)
       os.kill(os.getpid(), signal.SIGTERM)
       time.sleep(60)
       raise AssertionError("the signal came too late")
-  assert interrupts.requested and ran
+  assert signals.requested and ran
   assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

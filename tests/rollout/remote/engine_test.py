@@ -27,7 +27,7 @@ from sao_jax.rollout.remote.client import ServerError
 from sao_jax.rollout.remote.config import RemoteConfig
 from sao_jax.rollout.remote.engine import RemoteEngine
 from sao_jax.rollout.requests import RequestStream
-from sao_jax.rollout.schedules import AsyncSource
+from sao_jax.rollout.schedules import AsyncSchedule
 from sao_jax.rollout.server.completions import Completions
 from sao_jax.training import evaluation
 from sao_jax.training.components import Components
@@ -142,18 +142,19 @@ def actions(trajectory):
   return zip(edges[::2], edges[1::2], strict=True)
 
 
-def test_a_source_trains_each_episode_once(url, root):
+def test_a_schedule_trains_each_episode_once(url, root):
   queue = TrajectoryQueue(batch_size=4, group_size=1, max_staleness=3, capacity=8)
   with remote(url, root) as engine:
-    source = AsyncSource(engine=engine, requests=RequestStream(num_tasks=9, group_size=1, seed=0), queue=queue)
-    source.publish(PARAMS[0], 0)
+    requests, weights = RequestStream(num_tasks=9, group_size=1, seed=0), WeightStore()
+    schedule = AsyncSchedule(engine=engine, requests=requests, queue=queue, weights=weights)
+    weights.publish(PARAMS[0], 0)
     used = []
     for version in range(5):
-      batch = source.next_batch(version)
+      batch = schedule.next_batch(version)
       assert all(version - x.oldest_version <= 3 for x in batch)
       used += batch
-      source.publish(PARAMS[version + 1], version + 1)
-    source.close()
+      weights.publish(PARAMS[version + 1], version + 1)
+    schedule.close()
   assert len({x.episode_id for x in used}) == len(used) == 20
   for x in used:
     assert_logps_true(x, PARAMS)
@@ -751,9 +752,10 @@ def test_a_run_whose_config_names_a_server_takes_its_rollouts_from_it(tmp_path):
     with Components(dataclasses.replace(config, remote=settings), tiny_domain()) as parts:
       policy = parts.init_policy()
       result = evaluation.evaluate(parts.engine, parts.domain, policy, num_episodes=4, version=0)
-      with contextlib.closing(parts.make_source()) as source:
-        source.publish(policy, 1)
-        batch = source.next_batch(1)
+      schedule, weights = parts.make_schedule()
+      with contextlib.closing(schedule):
+        weights.publish(policy, 1)
+        batch = schedule.next_batch(1)
       assert completions.label.startswith("1-")
   assert len(result.trajectories) == 4 and result.failed == 0
   logits = jax.jit(models.policy_logits(config.policy))
