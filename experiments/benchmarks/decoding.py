@@ -89,11 +89,11 @@ def matmul_gflops(size: int = 1024, seconds: float = 0.3) -> float:
   return 2.0 * size**3 / best / 1e9
 
 
-def bare_step_seconds(*, slots: int, lanes: int, length: int, attention: bool, seconds: float = 0.5) -> float:
+def bare_step_seconds(*, slots: int, streams: int, length: int, attention: bool, seconds: float = 0.5) -> float:
   """Best time of a decode step of nothing but its matmuls, and with `attention` also those with the cached keys and
-  values at `length`: no norms, rotation, softmax, cache writes or sampling. Every lane runs on a thread of its own.
+  values at `length`: no norms, rotation, softmax, cache writes or sampling. Every stream runs on a thread of its own.
   """
-  config, rows, steps = MODEL, slots // lanes, 16
+  config, rows, steps = MODEL, slots // streams, 16
   heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads
   shapes = [
     (config.hidden_size, heads + 2 * kv_heads * config.head_dim), (heads, config.hidden_size),
@@ -115,16 +115,16 @@ def bare_step_seconds(*, slots: int, lanes: int, length: int, attention: bool, s
 
   run = jax.jit(lambda x, caches: jax.lax.fori_loop(0, steps, lambda i, x: step(i, x, caches), x))
   cache = (rows, kv_heads, config.head_dim, length)
-  lane_caches = [
-    [(jnp.zeros(cache), jnp.zeros((*cache[:2], length, config.head_dim))) for _ in kernels] for _ in range(lanes)
+  stream_caches = [
+    [(jnp.zeros(cache), jnp.zeros((*cache[:2], length, config.head_dim))) for _ in kernels] for _ in range(streams)
   ]
   x = jnp.zeros((rows, config.hidden_size))
   best = float("inf")
-  with futures.ThreadPoolExecutor(lanes) as threads:
+  with futures.ThreadPoolExecutor(streams) as threads:
     deadline = None
     while deadline is None or time.perf_counter() < deadline:
       began = time.perf_counter()
-      list(threads.map(lambda caches: jax.block_until_ready(run(x, caches)), lane_caches))
+      list(threads.map(lambda caches: jax.block_until_ready(run(x, caches)), stream_caches))
       if deadline is None:  # compiled
         deadline = time.perf_counter() + seconds
       else:
@@ -137,28 +137,28 @@ def num_cores() -> int:
   return 1 << (len(os.sched_getaffinity(0)).bit_length() - 1)
 
 
-def num_lanes() -> int:
-  """Lanes that suit this machine: a core each on a CPU; one on an accelerator."""
+def num_streams() -> int:
+  """Decode streams that suit this machine: a core each on a CPU; one on an accelerator."""
   return num_cores() if jax.default_backend() == "cpu" else 1
 
 
 def raw_decoder(
-  params: Params, *, slots: int, new_tokens: int, chunk_steps: int, live_buckets: tuple[int, ...], lanes: int
+  params: Params, *, slots: int, new_tokens: int, chunk_steps: int, live_buckets: tuple[int, ...], streams: int
 ) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
   """`f(seed)`: prefills random prompts, decodes `new_tokens` for each; returns tokens and log-probs `[N, S]`."""
   spec = SamplerSpec(model=POLICY, chunk_steps=chunk_steps, temperature=1.0, stop_ids=())
-  sampler = Sampler(spec, num_slots=slots, max_len=live_buckets[-1], num_lanes=lanes)
+  sampler = Sampler(spec, num_slots=slots, max_len=live_buckets[-1], num_streams=streams)
   prompts = np.random.default_rng(0).integers(1, MODEL.vocab_size, (slots, PROMPT_TOKENS)).astype(np.int32)
   base = jax.random.key(0, impl="threefry2x32")
 
   def generate(seed: int) -> tuple[np.ndarray, np.ndarray]:
     key = jax.random.fold_in(base, seed)
     rows = [PrefillRow(s, 0, prompts[s, :-1], RowState(int(prompts[s, -1]), new_tokens, True, s)) for s in range(slots)]
-    for lane in range(lanes):
+    for stream in range(streams):
       sampler.prefill(
         params,
-        rows[lane::lanes],
-        num_rows=slots // lanes,
+        rows[stream::streams],
+        num_rows=slots // streams,
         width=PROMPT_TOKENS,
         live_len=bucket(live_buckets, PROMPT_TOKENS),
       )
@@ -166,11 +166,11 @@ def raw_decoder(
     for done in range(0, new_tokens, chunk_steps):
       need = PROMPT_TOKENS - 1 + min(done + chunk_steps, new_tokens)
       lens = (bucket(live_buckets, need),)
-      running = [sampler.decode(params, key, lane=lane, live_lens=lens) for lane in range(lanes)]
-      chunks.append([sampler.fetch(lane) for lane in running])
-    # Rows of a lane are every `lanes`-th slot.
+      running = [sampler.decode(params, key, stream=stream, live_lens=lens) for stream in range(streams)]
+      chunks.append([sampler.fetch(stream) for stream in running])
+    # Rows of a stream are every `streams`-th slot.
     tokens, logp = (
-      np.concatenate([np.stack([getattr(x, name) for x in lane], -1).reshape(chunk_steps, slots) for lane in chunks])
+      np.concatenate([np.stack([getattr(x, name) for x in chunk], -1).reshape(chunk_steps, slots) for chunk in chunks])
       for name in ("tokens", "logp")
     )
     return tokens[:new_tokens], logp[:new_tokens]

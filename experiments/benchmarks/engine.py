@@ -7,8 +7,8 @@ window in the steady state; the raw sampler decodes equally many slots to a simi
 
 Prediction written down before tuning: prefill is about 0.5 prompt or observation token per action token, at a third of
 what a decoded token costs (15 %), slots idle half a chunk of 16 steps per action of 64 (12 %), the host 3 %: a ratio of
-0.7. What was found (2 cores): of a lane's cycle decoding takes two thirds, prefill a fifth, the host an eighth, in
-which the lane's core waits; slots are 87 % occupied; and a chunk reads windows of the longest contexts (400 tokens)
+0.7. What was found (2 cores): of a stream's cycle decoding takes two thirds, prefill a fifth, the host an eighth, in
+which the stream's core waits; slots are 87 % occupied; and a chunk reads windows of the longest contexts (400 tokens)
 where the mean is 170, so that it costs a third more than the raw sampler's although the windows come in two lengths.
 Decoding is bound by the bandwidth at which a core reads keys and values.
 """
@@ -90,7 +90,7 @@ def run(
   slots: int,
   max_len: int,
   chunk_steps: int,
-  lanes: int,
+  streams: int,
   env_workers: int,
   seconds: float,
   repeats: int,
@@ -109,7 +109,7 @@ def run(
     # Few lengths: every one is a decode program and two prefill programs.
     live_buckets=tuple(range(max_len // 4, max_len + 1, max_len // 4)),
     env_workers=env_workers,
-    num_lanes=lanes,
+    num_streams=streams,
   )
   raw = decoding.raw_decoder(
     params,
@@ -117,7 +117,7 @@ def run(
     new_tokens=_SAMPLER_TOKENS,
     chunk_steps=chunk_steps,
     live_buckets=config.live_buckets,
-    lanes=config.num_lanes,
+    streams=config.num_streams,
   )
   raw(0)  # compiles
   best, best_raw = 0.0, 0.0
@@ -136,7 +136,8 @@ def define_flags() -> None:
   flags.DEFINE_integer("slots", 32, "Sequences decoded at once.", lower_bound=1)
   flags.DEFINE_integer("max_len", 512, "Tokens per trajectory at most.", lower_bound=256)
   flags.DEFINE_integer("chunk_steps", 16, "Decode steps per jitted chunk.", lower_bound=1)
-  flags.DEFINE_integer("lanes", decoding.num_lanes(), "Lanes of the sampler: threads that decode.", lower_bound=1)
+  streams = decoding.num_streams()
+  flags.DEFINE_integer("streams", streams, "Decode streams of the sampler, a thread each.", lower_bound=1)
   flags.DEFINE_integer("env_workers", 4, "Environment threads; 0 runs them inline.", lower_bound=0)
   flags.DEFINE_float("seconds", 5.0, "Length of each measurement.", lower_bound=0.0)
   flags.DEFINE_integer(
@@ -147,7 +148,7 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
   del argv
-  names = ("slots", "max_len", "chunk_steps", "lanes", "env_workers", "seconds", "repeats", "warmup")
+  names = ("slots", "max_len", "chunk_steps", "streams", "env_workers", "seconds", "repeats", "warmup")
   print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 

@@ -30,10 +30,10 @@ def _best(work: Callable[[], Any], sampler: Sampler, repeats: int) -> float:
   """Shortest time of `work` and what it has dispatched, in seconds."""
   best = float("inf")
   for _ in range(repeats + 1):  # the first one compiles
-    jax.block_until_ready(sampler._lanes[0].cache)
+    jax.block_until_ready(sampler._streams[0].cache)
     began = time.perf_counter()
     work()
-    jax.block_until_ready(sampler._lanes[0].cache)
+    jax.block_until_ready(sampler._streams[0].cache)
     best = min(best, time.perf_counter() - began)
   return best
 
@@ -43,7 +43,7 @@ def measure(params: Params, *, slots: int, max_len: int, repeats: int) -> dict[s
   spec = SamplerSpec(model=decoding.POLICY, temperature=1.0, stop_ids=(0,), chunk_steps=4)
   sampler = Sampler(spec, num_slots=slots, max_len=max_len)
   lengths = [length for length in _LENGTHS if length <= max_len]
-  row_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(sampler._lanes[0].cache))
+  row_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(sampler._streams[0].cache))
   parameters = sum(x.size for x in jax.tree.leaves(params))
 
   def feed(length: int) -> None:

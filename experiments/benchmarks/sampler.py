@@ -7,7 +7,7 @@ is kept, as is the best rate of a large float32 matmul, so that what else the ma
 
 `share_of_limit` = tokens/s * FLOPs per token (projections, head, attention at the mean true length) / the rate of a
 square matmul that has all cores for itself. Two more shares say what a step of so few rows could reach at all, measured
-in the same process: `share_of_bare_matmuls` is that of steps of nothing but the model's matmuls, in as many lanes (a
+in the same process: `share_of_bare_matmuls` is that of steps of nothing but the model's matmuls, in as many streams (a
 kernel is read for each few rows, so that memory and not multipliers sets the rate), and `share_of_bare_step` that of
 steps which also multiply with the cached keys and values (one FLOP per byte read).
 
@@ -88,7 +88,7 @@ def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
   return generate
 
 
-def run(*, slots: int, new_tokens: int, chunk_steps: int, lanes: int, repeats: int) -> dict[str, float | None]:
+def run(*, slots: int, new_tokens: int, chunk_steps: int, streams: int, repeats: int) -> dict[str, float | None]:
   """Times all contenders, prints rows and returns the last line's object."""
   length = decoding.PROMPT_TOKENS + new_tokens
   params = init_policy(decoding.MODEL, jax.random.key(0))
@@ -98,7 +98,7 @@ def run(*, slots: int, new_tokens: int, chunk_steps: int, lanes: int, repeats: i
     new_tokens=new_tokens,
     chunk_steps=chunk_steps,
     live_buckets=tuple(range(32, length, 32)) + (length,),
-    lanes=lanes,
+    streams=streams,
   )
   contenders: dict[str, Callable[[int], int]] = {"sao_jax": lambda seed: ours(seed)[0].size}
   if (tunix := tunix_decoder(slots, new_tokens)) is not None:
@@ -115,7 +115,7 @@ def run(*, slots: int, new_tokens: int, chunk_steps: int, lanes: int, repeats: i
   flops = decoding.flops_per_token(decoding.MODEL, decoding.PROMPT_TOKENS + new_tokens / 2)
   length_mean = int(decoding.PROMPT_TOKENS + new_tokens / 2)
   bare = {
-    attention: slots / decoding.bare_step_seconds(slots=slots, lanes=lanes, length=length_mean, attention=attention)
+    attention: slots / decoding.bare_step_seconds(slots=slots, streams=streams, length=length_mean, attention=attention)
     for attention in (False, True)
   }
   result = {
@@ -141,13 +141,14 @@ def define_flags() -> None:
   flags.DEFINE_integer("slots", 32, "Sequences decoded at once.", lower_bound=1)
   flags.DEFINE_integer("new_tokens", 256, "New tokens of each sequence.", lower_bound=1)
   flags.DEFINE_integer("chunk_steps", 32, "Decode steps per jitted chunk.", lower_bound=1)
-  flags.DEFINE_integer("lanes", decoding.num_lanes(), "Lanes of the sampler: threads that decode.", lower_bound=1)
+  streams = decoding.num_streams()
+  flags.DEFINE_integer("streams", streams, "Decode streams of the sampler, a thread each.", lower_bound=1)
   flags.DEFINE_integer("repeats", 5, "Rounds; the best of each contender counts.", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:
   del argv
-  names = ("slots", "new_tokens", "chunk_steps", "lanes", "repeats")
+  names = ("slots", "new_tokens", "chunk_steps", "streams", "repeats")
   print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sao_jax.rollout.engine.config import EngineConfig
-from sao_jax.rollout.episodes import Answer, EpisodeFailure, check_step, check_text, encode_text
+from sao_jax.rollout.episodes import EnvResponse, EpisodeFailure, check_step, check_text, encode_text
 from sao_jax.rollout.user_errors import describe, from_outside, trace
 from sao_jax.types import Environment, EnvironmentFactory, Tokenizer
 
@@ -26,7 +26,7 @@ class EnvironmentHolder:
     self._config = config
     self._env: Environment | None = None
 
-  def reset(self, task_index: int) -> Answer:
+  def reset(self, task_index: int) -> EnvResponse:
     """Starts an episode; returns the prompt. What raises is tried again with a fresh environment, a few times."""
     limit = self._config.max_len
     prompt, retries = self._try_reset(task_index)
@@ -46,7 +46,7 @@ class EnvironmentHolder:
         f"task {task_index}: the prompt has {ids.shape[0]} tokens, which leaves no room for an action in "
         f"EngineConfig.max_len = {limit}; prompts are never trimmed.",
       )
-    return Answer(text=prompt, ids=ids, retries=retries)
+    return EnvResponse(text=prompt, ids=ids, retries=retries)
 
   def _try_reset(self, task_index: int) -> tuple[str, int]:
     """`(prompt, failed attempts before)`."""
@@ -66,7 +66,7 @@ class EnvironmentHolder:
     what = f"task {task_index}, {attempts} attempts: {describe(failure)}"
     raise EpisodeFailure("reset_error", what) from failure
 
-  def step(self, action: np.ndarray) -> tuple[str, Answer]:
+  def step(self, action: np.ndarray) -> tuple[str, EnvResponse]:
     """Hands an action over; returns its text and the answer."""
     assert self._env is not None
     limits = self._config.max_observation_chars, self._config.max_abs_reward

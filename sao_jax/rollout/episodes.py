@@ -46,7 +46,7 @@ class EpisodeFailure(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class EnvResponse:
   """What an environment answered, checked: the engine's loop meets no other value of a user's making."""
 
   text: str
@@ -74,7 +74,7 @@ def check_text(text: Any, what: str, max_chars: int) -> str:
   return text
 
 
-def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, max_abs_reward: float) -> Answer:
+def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, max_abs_reward: float) -> EnvResponse:
   """Returns what `Environment.step` answered if it can be used; `EpisodeFailure` otherwise."""
   if not isinstance(step, Step):
     raise EpisodeFailure("bad_step", f"Environment.step must return a Step; received {type(step).__name__}.")
@@ -82,7 +82,7 @@ def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, m
   reward = _number(step.reward, max_abs_reward)
   done = _flag("done", step.done)
   success = step.info.get("success")
-  return Answer(
+  return EnvResponse(
     text=text,
     # What follows a final action is never fed to the policy.
     ids=np.zeros(0, np.int32) if done else encode(text),
@@ -135,7 +135,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
 class Episode:
   """Tokens, log-probs, versions and rewards of an episode so far, in pieces (one per prompt, chunk, observation)."""
 
-  def __init__(self, request: EpisodeRequest, prompt: Answer):
+  def __init__(self, request: EpisodeRequest, prompt: EnvResponse):
     self.request = request
     self.num_turns = 0
     self.length = 0
@@ -183,7 +183,7 @@ class Episode:
     self.num_turns += 1
     return action
 
-  def take_answer(self, action_text: str, answer: Answer, config: EngineConfig) -> Ended | None:
+  def take_response(self, action_text: str, answer: EnvResponse, config: EngineConfig) -> Ended | None:
     """Books an environment's answer to the last action; returns how the episode ended, or None if it goes on."""
     self._add_reward(action_text, answer)
     if answer.done:
@@ -193,13 +193,13 @@ class Episode:
     self._add_observation(answer)
     return None
 
-  def _add_reward(self, action_text: str, answer: Answer) -> None:
+  def _add_reward(self, action_text: str, answer: EnvResponse) -> None:
     """Books the answer's reward on the last action token (call before `_add_observation`)."""
     self._texts.append(action_text)
     self._rewards.append((self.length - 1, answer.reward))
     self._success = answer.success
 
-  def _add_observation(self, answer: Answer) -> None:
+  def _add_observation(self, answer: EnvResponse) -> None:
     """Appends what the environment said."""
     if answer.ids.shape[0]:
       self._append(answer.ids, None, -1)

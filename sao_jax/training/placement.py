@@ -52,7 +52,7 @@ class Placement:
     for mesh, axes, name, size in (
       (self.mesh, ROWS, "learner.rows_per_microbatch", learner.rows_per_microbatch),
       (self.mesh, ("context",), "learner.row_length", learner.row_length),
-      (self.engine_mesh, ROWS, "engine.num_slots / engine.num_lanes", engine.num_slots // engine.num_lanes),
+      (self.engine_mesh, ROWS, "engine.num_slots / engine.num_streams", engine.num_slots // engine.num_streams),
       (self.engine_mesh, ("context",), "engine.max_len", engine.max_len),
     ):
       check_split(mesh, name, size, *axes)

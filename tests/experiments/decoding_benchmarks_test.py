@@ -23,7 +23,7 @@ def small_model(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix's calls, where it is installed
 def test_sampler(small_model):
-  result = sampler.run(slots=2, new_tokens=8, chunk_steps=4, lanes=2, repeats=1)
+  result = sampler.run(slots=2, new_tokens=8, chunk_steps=4, streams=2, repeats=1)
   assert set(result) == {
     "tokens_per_s",
     "tunix_tokens_per_s",
@@ -60,7 +60,7 @@ def test_what_tunix_warns_of_when_it_is_imported_and_made_is_no_error(tmp_path, 
 
 
 def test_engine(small_model):
-  result = engine.run(slots=2, max_len=256, chunk_steps=16, lanes=1, env_workers=0, seconds=0.1, repeats=1, warmup=1)
+  result = engine.run(slots=2, max_len=256, chunk_steps=16, streams=1, env_workers=0, seconds=0.1, repeats=1, warmup=1)
   assert set(result) == {"tokens_per_s", "sampler_tokens_per_s", "ratio"}
   assert 0 < result["ratio"] < 2
 

@@ -20,7 +20,7 @@ class EngineConfig:
   num_episodes: int | None = None
   """Live episodes; None: `num_slots`. With more, one that waits for its environment gives its slot to one that can go
   on; its keys and values are copied to the host, or computed again when it comes back, whichever is cheaper."""
-  num_lanes: int = 1
+  num_streams: int = 1
   """Groups of slots, each decoded by a thread of its own; divides `num_slots`. On a CPU that has nothing else to do its
   number of cores, since most operations of a small model run on one; on an accelerator 1."""
   max_len: int = 512
@@ -79,9 +79,9 @@ class EngineConfig:
       )
     if self.prefix_rows < 0:
       raise ValueError(f"EngineConfig.prefix_rows must be >= 0; received {self.prefix_rows}.")
-    if self.num_lanes < 1 or self.num_slots % self.num_lanes:
+    if self.num_streams < 1 or self.num_slots % self.num_streams:
       raise ValueError(
-        f"EngineConfig.num_lanes must be a divisor of num_slots = {self.num_slots}; received {self.num_lanes}."
+        f"EngineConfig.num_streams must be a divisor of num_slots = {self.num_slots}; received {self.num_streams}."
       )
     if self.max_len < 2:
       raise ValueError(f"EngineConfig.max_len must be >= 2 (a prompt and an action token); received {self.max_len}.")

@@ -13,7 +13,7 @@ import jax
 
 from sao_jax.rollout.engine.config import EngineConfig
 from sao_jax.rollout.engine.sampler import Sampler, SamplerSpec
-from sao_jax.rollout.engine.scheduler import SlotTable
+from sao_jax.rollout.engine.scheduler import Scheduler
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.failures import FailureLog
 from sao_jax.rollout.weight_sync import WeightStore
@@ -76,8 +76,8 @@ class Engine:
       top_p=config.top_p,
       stop_ids=tuple(tokenizer.stop_ids),
     )
-    sampler = Sampler(spec, num_slots=config.num_slots, max_len=config.max_len, num_lanes=config.num_lanes)
-    self._slots = SlotTable(config=config, make_env=make_env, tokenizer=tokenizer, sampler=sampler)
+    sampler = Sampler(spec, num_slots=config.num_slots, max_len=config.max_len, num_streams=config.num_streams)
+    self._slots = Scheduler(config=config, make_env=make_env, tokenizer=tokenizer, sampler=sampler)
     self._cuts: queue.SimpleQueue[EpisodeRequest] = queue.SimpleQueue()
     self._driving = threading.Lock()
     self._counts = collections.Counter[str]()
@@ -158,8 +158,8 @@ class Engine:
       "reset_retries",
       "cache_recomputes",
       "weight_updates",
-      "moved_out",
-      "copied_back",
+      "swapped_out",
+      "swapped_in",
       "prefix_tokens_saved",
     )
     counts = {**self._counts, **self._slots.counts}
@@ -201,38 +201,38 @@ class Engine:
     slots = self._slots
     config = self._config
     version: int | None = None
-    chunk = lane = 0
+    chunk = stream = 0
     to_cut: set[EpisodeRequest] = set()
     try:
       slots.reset()
       while stop is None or not stop.is_set():
-        # One lane's turn: what the host does here, the other lanes' chunks hide.
+        # One stream's turn: what the host does here, the other streams' chunks hide.
         params, new_version = weights(chunk)
         if new_version != version:
           self._counts["weight_updates"] += version is not None
           version = new_version
           slots.set_version(version)
-        slots.collect(lane=lane, wait_all=config.wait_for_env, stop=stop)
+        slots.collect(stream=stream, wait_all=config.wait_for_env, stop=stop)
         started = slots.refill(next_request)
         if started:
-          slots.collect(lane=lane, wait_all=config.wait_for_env, stop=stop)
+          slots.collect(stream=stream, wait_all=config.wait_for_env, stop=stop)
         while not self._cuts.empty():
           to_cut.add(self._cuts.get())
         if to_cut:
           to_cut = slots.cut(to_cut)
         self._busy_since = self._busy_since or time.perf_counter()
-        fed = slots.prefill(params, lane)
-        dispatched = slots.dispatch(params, key, lane)
+        prefilled = slots.prefill(params, stream)
+        dispatched = slots.dispatch(params, key, stream)
         chunk += dispatched
         finished, failures = slots.take_finished()  # trajectories are built while the device works
-        lane = (lane + 1) % slots.num_lanes
+        stream = (stream + 1) % slots.num_streams
         busy = slots.decoding
-        slots.absorb(lane)
+        slots.absorb(stream)
         self._note_busy(busy)
         self._failures.succeeded(len(finished))
         yield from finished  # before the failures, which may end the run
         self._note_failures(failures, on_failure)
-        if busy or fed or started or finished or failures or slots.to_feed:
+        if busy or prefilled or started or finished or failures or slots.to_prefill:
           continue
         if slots.waiting:
           slots.collect(wait_s=_IDLE_WAIT_S)

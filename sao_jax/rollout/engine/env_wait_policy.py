@@ -1,4 +1,4 @@
-"""How long the engine waits for environments before it starts the next decode chunk."""
+"""The environment wait policy: how long the engine waits for environments before the next decode chunk."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import numpy as np
 _REMEMBERED = 256
 
 
-class Patience:
-  """Decides from how long environments took lately.
+class EnvWaitPolicy:
+  """Decides from how long environments took recently.
 
-  A slot whose environment answers just after a chunk has begun stands idle for all of it; waiting for the answer keeps
-  all the others idle. Of the times t that answers took, the best is the one with the largest gain in slot-seconds,
+  A slot whose environment responds just after a chunk has begun is idle for the whole chunk. Waiting for the response
+  keeps all the other slots idle. Of the recent response times t, the best is the one with the largest gain in
+  slot-seconds,
 
-    gain(t) = P(answer <= t) * fresh * chunk_s - t * ready,
+    gain(t) = P(response <= t) * fresh * chunk_s - t * ready,
 
-  and 0 if no gain is positive: fast environments are waited for, slow tools are not.
+  and 0 if no gain is positive. So fast environments are waited for, and slow tools are not.
   """
 
   def __init__(self) -> None:
     self._seconds = collections.deque[float](maxlen=_REMEMBERED)
 
-  def answered(self, seconds: float) -> None:
-    """An environment took `seconds` to answer, its time in the queue included."""
+  def record(self, seconds: float) -> None:
+    """Records that an environment took `seconds` to respond, time in the queue included."""
     self._seconds.append(seconds)
 
   def limit(self, *, fresh: int, ready: int, chunk_s: float) -> float:

@@ -1,13 +1,13 @@
-"""Which live episode has which slot of the cache: moving out and back, and prompt prefixes that are fed once.
+"""The KV-cache manager: which live sequence has which slot of the cache, swapping, and shared prefixes.
 
-There may be more live episodes (seats) than slots. A seat that must be fed takes a free slot, or that of a seat whose
-environment is at work, the one that has waited longest. What the cache held for that one is copied to the host or
-forgotten and fed again later, whichever is cheaper (`Sampler.copy_pays`). A beginning that two prompts share is fed
-once per policy version; its row is copied into the slots of the others.
+There may be more live sequences than slots. A sequence that needs prefill takes a free slot, or the slot of the
+sequence that has waited longest for its environment. The keys and values of that sequence are swapped out to the host,
+or dropped and computed again later, whichever is cheaper (`Sampler.copy_pays`). A prefix that two prompts share is
+computed once per policy version, and copied into the slots of the others.
 
-With `recompute_cache_on_update` nothing is sampled from keys and values of another version than the sampler's own:
-rows carry the version they were computed with, wherever they are, and are dropped when it is not the current one.
-Without it an episode keeps its own rows across versions; prefixes are shared within a version in either case.
+With `recompute_cache_on_update` no token is sampled from keys and values of another version than the sampler's. Every
+row carries the version that computed it, on the device or on the host, and is dropped when that is not the current one.
+Without it a sequence keeps its own rows across versions. Prefixes are shared only within a version in either case.
 """
 
 from __future__ import annotations
@@ -27,67 +27,67 @@ from sao_jax.rollout.episodes import Episode, EpisodeRequest
 from sao_jax.types import Params
 
 
-class State(enum.Enum):
-  """What a seat is doing."""
+class Status(enum.Enum):
+  """The phase that a sequence is in."""
 
   FREE = enum.auto()
   ENV = enum.auto()
-  FEED = enum.auto()
+  PREFILL = enum.auto()
   DECODE = enum.auto()
 
 
-class Seat:
+class LiveSequence:
   """A live episode and its environment."""
 
   def __init__(self, index: int, holder: EnvironmentHolder):
     self.index = index
     self.holder = holder
-    self.state = State.FREE
+    self.state = Status.FREE
     self.request: EpisodeRequest | None = None
     self.episode: Episode | None = None
     self.slot: int | None = None
-    """Where in the cache it is; None: moved out, or not fed yet."""
-    self.saved: SavedRow | None = None
-    """Its part of the cache while it is moved out; None: it is fed again."""
-    self.fed = 0
-    """Tokens of the episode that the cache (or `saved`) holds. While it decodes: all but the last."""
+    """Its row of the cache; None while it is swapped out, or before its first prefill."""
+    self.swapped: SavedRow | None = None
+    """Its keys and values while it is swapped out; None if they are to be computed again."""
+    self.num_computed = 0
+    """Tokens whose keys and values are in the cache, or in `swapped`. While it decodes: all but the last."""
     self.pending = np.zeros(0, np.int32)
-    """Tokens from `fed` on; the last one is not fed but decoded from."""
+    """The tokens from `num_computed` on. The last of them is not prefilled: decoding starts from it."""
     self.cache_version = -1
-    """Version that computed what the cache holds last."""
+    """Policy version of its newest keys and values."""
     self.since = 0
-    """When it entered its state, in a count of such events."""
-    self.noted = False
-    """Whether its prompt was compared with others."""
+    """When it entered its phase, as the number of such events."""
+    self.prefix_noted = False
+    """Whether its prompt was compared with other prompts."""
 
   @property
   def context_length(self) -> int:
-    """Tokens of its episode."""
+    """Number of tokens of its episode."""
     assert self.episode is not None
     return self.episode.length
 
   def begin(self, request: EpisodeRequest) -> None:
-    """Takes on an episode."""
+    """Starts an episode."""
     self.request = request
-    self.fed = 0
+    self.num_computed = 0
     self.cache_version = -1
-    self.noted = False
+    self.prefix_noted = False
 
-  def feed(self) -> None:
-    """What is not in the cache yet must be fed."""
+  def start_prefill(self) -> None:
+    """Enters the prefill phase, with every token that is not in the cache."""
     assert self.episode is not None
-    self.state = State.FEED
-    self.pending = self.episode.tokens()[self.fed :]
+    self.state = Status.PREFILL
+    self.pending = self.episode.tokens()[self.num_computed :]
 
   def restart(self) -> None:
-    """Forgets what the cache holds."""
-    self.fed = 0
-    self.saved = None
-    self.feed()
+    """Drops its keys and values, so that all of them are computed again."""
+    self.num_computed = 0
+    self.swapped = None
+    self.start_prefill()
 
 
-class Residency:
-  """Slots of a sampler and who has them.
+class KVCacheManager:
+  """Assigns the slots of a sampler's cache to live sequences.
 
   Args:
     config: settings.
@@ -102,99 +102,104 @@ class Residency:
     self.reset()
 
   def reset(self) -> None:
-    """As new: what follows does not depend on what came before."""
-    lanes = self._sampler.num_lanes
-    self._free = [list(range(lane, self._config.num_slots, lanes)) for lane in range(lanes)]
+    """Returns to the initial state, so that what follows does not depend on what came before."""
+    streams = self._sampler.num_streams
+    self._free = [list(range(stream, self._config.num_slots, streams)) for stream in range(streams)]
     self._prefixes = PrefixStore[SavedRow](self._config.prefix_rows)
     self._version = -1
 
   def set_version(self, version: int) -> None:
-    """The sampler has weights of `version` from now on."""
+    """Records that the sampler uses the weights of `version` from now on."""
     self._version = version
     self._prefixes.clear_rows()
 
-  def release(self, seat: Seat) -> None:
-    """The seat's episode is over."""
-    if seat.slot is not None:
-      self._vacate(seat)
-    seat.saved = None
+  def release(self, sequence: LiveSequence) -> None:
+    """Frees what a sequence holds, at the end of its episode."""
+    if sequence.slot is not None:
+      self._vacate(sequence)
+    sequence.swapped = None
 
-  def lane(self, seat: Seat) -> int | None:
-    """The lane of a seat's slot; None: it has no slot."""
-    return None if seat.slot is None else seat.slot % self._sampler.num_lanes
+  def stream(self, sequence: LiveSequence) -> int | None:
+    """The decode stream of a sequence's slot; None if it has no slot."""
+    return None if sequence.slot is None else sequence.slot % self._sampler.num_streams
 
-  def place(self, seats: Sequence[Seat], params: Params, *, lane: int) -> list[Seat]:
-    """Gives a lane's slots to seats that must be fed, first come first served; returns those that have one there."""
-    idle = sorted((x for x in seats if x.state is State.ENV and self.lane(x) == lane), key=lambda x: x.since)
-    feeding = (x for x in seats if x.state is State.FEED and self.lane(x) in (lane, None))
+  def allocate(self, sequences: Sequence[LiveSequence], params: Params, *, stream: int) -> list[LiveSequence]:
+    """Gives a stream's slots to sequences that need prefill, first come first served.
+
+    Returns:
+      The sequences that need prefill and have a slot of this stream.
+    """
+    idle = sorted((x for x in sequences if x.state is Status.ENV and self.stream(x) == stream), key=lambda x: x.since)
+    waiting = (x for x in sequences if x.state is Status.PREFILL and self.stream(x) in (stream, None))
     placed = []
-    for seat in sorted(feeding, key=lambda x: (x.since, x.index)):
-      if seat.slot is None:
-        if not any(self._free) and idle:  # a slot that is free in another lane is given at that lane's turn
-          self._move_out(idle.pop(0), params)
-        if not self._free[lane]:
+    for sequence in sorted(waiting, key=lambda x: (x.since, x.index)):
+      if sequence.slot is None:
+        if not any(self._free) and idle:  # a slot that is free in another stream is given at that stream's turn
+          self._swap_out(idle.pop(0), params)
+        if not self._free[stream]:
           continue
-        self._move_in(seat, lane)
-      self._drop_stale(seat)
-      if not seat.fed:
-        self._share_prefix(seat, params)
-      placed.append(seat)
+        self._swap_in(sequence, stream)
+      self._drop_stale(sequence)
+      if not sequence.num_computed:
+        self._share_prefix(sequence, params)
+      placed.append(sequence)
     return placed
 
-  def _move_out(self, seat: Seat, params: Params) -> None:
-    assert seat.slot is not None
-    stale = self._config.recompute_cache_on_update and seat.cache_version != self._version
-    if not stale and self._sampler.copy_pays(params, seat.fed, to_host=True):
-      seat.saved = self._sampler.save(seat.slot, to_host=True)
+  def _swap_out(self, sequence: LiveSequence, params: Params) -> None:
+    assert sequence.slot is not None
+    stale = self._config.recompute_cache_on_update and sequence.cache_version != self._version
+    if not stale and self._sampler.copy_pays(params, sequence.num_computed, to_host=True):
+      sequence.swapped = self._sampler.save(sequence.slot, to_host=True)
     else:
-      seat.fed = 0
-    self._vacate(seat)
-    self._counts["moved_out"] += 1
+      sequence.num_computed = 0
+    self._vacate(sequence)
+    self._counts["swapped_out"] += 1
 
-  def _vacate(self, seat: Seat) -> None:
-    lane = self.lane(seat)
-    assert lane is not None and seat.slot is not None
-    heapq.heappush(self._free[lane], seat.slot)
-    seat.slot = None
+  def _vacate(self, sequence: LiveSequence) -> None:
+    stream = self.stream(sequence)
+    assert stream is not None and sequence.slot is not None
+    heapq.heappush(self._free[stream], sequence.slot)
+    sequence.slot = None
 
-  def _move_in(self, seat: Seat, lane: int) -> None:
-    seat.slot = heapq.heappop(self._free[lane])
-    saved, seat.saved = seat.saved, None
-    if seat.fed and not self._stale(seat):
+  def _swap_in(self, sequence: LiveSequence, stream: int) -> None:
+    sequence.slot = heapq.heappop(self._free[stream])
+    saved, sequence.swapped = sequence.swapped, None
+    if sequence.num_computed and not self._stale(sequence):
       assert saved is not None
-      self._sampler.restore(seat.slot, saved)
-      self._counts["copied_back"] += 1
+      self._sampler.restore(sequence.slot, saved)
+      self._counts["swapped_in"] += 1
 
-  def _stale(self, seat: Seat) -> bool:
-    return self._config.recompute_cache_on_update and seat.fed > 0 and seat.cache_version != self._version
+  def _stale(self, sequence: LiveSequence) -> bool:
+    recompute = self._config.recompute_cache_on_update
+    return recompute and sequence.num_computed > 0 and sequence.cache_version != self._version
 
-  def _drop_stale(self, seat: Seat) -> None:
-    if self._stale(seat):
+  def _drop_stale(self, sequence: LiveSequence) -> None:
+    if self._stale(sequence):
       self._counts["cache_recomputes"] += 1
-      seat.restart()
+      sequence.restart()
 
-  def _share_prefix(self, seat: Seat, params: Params) -> None:
-    """Starts a seat whose context has a shared beginning after it; feeds the beginning if it is the first."""
-    assert seat.episode is not None and seat.slot is not None
-    tokens = seat.episode.tokens()
-    if not seat.noted:
-      seat.noted = True
+  def _share_prefix(self, sequence: LiveSequence, params: Params) -> None:
+    """Starts a sequence after the shared prefix of its context, which the first such sequence computes."""
+    assert sequence.episode is not None and sequence.slot is not None
+    tokens = sequence.episode.tokens()
+    if not sequence.prefix_noted:
+      sequence.prefix_noted = True
       self._prefixes.note(tokens)
     prefix = self._prefixes.match(tokens)
     if prefix is None or not self._sampler.copy_pays(params, len(prefix), to_host=False):
       return
     row = self._prefixes.get(self._version, prefix)
     if row is None:
-      self._feed_prefix(seat.slot, prefix, params)
-      self._prefixes.put(self._version, prefix, self._sampler.save(seat.slot, to_host=False))
+      self._prefill_prefix(sequence.slot, prefix, params)
+      self._prefixes.put(self._version, prefix, self._sampler.save(sequence.slot, to_host=False))
     else:
-      self._sampler.restore(seat.slot, row)
+      self._sampler.restore(sequence.slot, row)
       self._counts["prefix_tokens_saved"] += len(prefix)
-    seat.fed = len(prefix)
-    seat.cache_version = self._version
-    seat.feed()
+    sequence.num_computed = len(prefix)
+    sequence.cache_version = self._version
+    sequence.start_prefill()
 
-  def _feed_prefix(self, slot: int, prefix: np.ndarray, params: Params) -> None:
+  def _prefill_prefix(self, slot: int, prefix: np.ndarray, params: Params) -> None:
     config = self._config
     widest = config.prefill_tokens[-1]
     for start in range(0, len(prefix), widest):

@@ -42,16 +42,16 @@ class SlotState(NamedTuple):
 
 
 class Chunk(NamedTuple):
-  """What a decode chunk of one lane sampled, on the host; row i is slot `lane + i * num_lanes`."""
+  """What a decode chunk of one stream sampled, on the host; row i is slot `stream + i * num_streams`."""
 
   tokens: np.ndarray
-  """`[steps, S / num_lanes]` int32: row i sampled `tokens[:num_sampled[i], i]`."""
+  """`[steps, S / num_streams]` int32: row i sampled `tokens[:num_sampled[i], i]`."""
   logp: np.ndarray
-  """`[steps, S / num_lanes]` float32."""
+  """`[steps, S / num_streams]` float32."""
   num_sampled: np.ndarray
-  """`[S / num_lanes]` int32."""
+  """`[S / num_streams]` int32."""
   active: np.ndarray
-  """`[S / num_lanes]` bool: the slot goes on in the next chunk."""
+  """`[S / num_streams]` bool: the slot goes on in the next chunk."""
 
 
 _CPU_COPY: Mapping[str, tuple[float, float]] = {"host": (80e6, 40.0), "device": (40e6, 45.0)}
@@ -62,7 +62,7 @@ _ACCELERATOR_COPY: Mapping[str, tuple[float, float]] = {"host": (0.0, 15_000.0),
 class RunningChunk(NamedTuple):
   """A dispatched decode chunk."""
 
-  lane: int
+  stream: int
   out: Future[jax.Array]
 
 
@@ -168,7 +168,7 @@ def _prefill(
   _, cache = spec.model.extend(params, cache, packed[:, _HEADER:], slots, start, count, live_len=live_len)
   rows = SlotState(token, start + count, budget, activate.astype(bool), episode)
   state = jax.tree.map(lambda old, new: old.at[state_of].set(new, mode="drop"), state, rows)
-  return cache, _hold_slots(spec, state)
+  return cache, _constrain_slots(spec, state)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -230,7 +230,7 @@ def _decode(
     state, out = jax.tree.map(lambda x: x[rows], state), out[:, rows]
   if model.placement is not None:
     out = jax.lax.with_sharding_constraint(out, model.placement.whole)
-  return cache, _hold_slots(spec, state), out
+  return cache, _constrain_slots(spec, state), out
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "num_slots", "max_len"))
@@ -238,10 +238,10 @@ def _empty(*, spec: SamplerSpec, num_slots: int, max_len: int) -> tuple[Cache, S
   """A cache and slots without content, made where they live."""
   zeros = jnp.zeros((num_slots,), jnp.int32)
   state = SlotState(token=zeros, position=zeros, budget=zeros, active=zeros.astype(jnp.bool_), episode=zeros)
-  return spec.model.init_cache(num_slots, max_len), _hold_slots(spec, state)
+  return spec.model.init_cache(num_slots, max_len), _constrain_slots(spec, state)
 
 
-def _hold_slots(spec: SamplerSpec, state: SlotState) -> SlotState:
+def _constrain_slots(spec: SamplerSpec, state: SlotState) -> SlotState:
   placement = spec.model.placement
   return state if placement is None else jax.lax.with_sharding_constraint(state, placement.slots)
 
@@ -261,7 +261,7 @@ def _write_row(cache: Cache, row: Cache, slot: jax.Array) -> Cache:
   return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, slot, axis=0), cache, row)
 
 
-class _Lane:
+class _DecodeStream:
   """Some of the slots: their cache and state, donated to every call, so that nothing is copied."""
 
   def __init__(self, spec: SamplerSpec, num_slots: int, max_len: int):
@@ -295,84 +295,84 @@ class _Lane:
 class Sampler:
   """Owns the cache and the slots' state.
 
-  Slots are dealt out to lanes (slot s is in lane s % num_lanes), each with a program and, if there are several, a
-  thread of its own: a CPU runs most operations of a small model on one core, so that as many lanes as cores decode
-  side by side, and what the host has to do for one lane it does while the others decode. Nothing that a slot samples
-  depends on its lane.
+  Slots are dealt out to streams (slot s is in stream s % num_streams), each with a program and, if there are several, a
+  thread of its own: a CPU runs most operations of a small model on one core, so that as many streams as cores decode
+  side by side, and what the host has to do for one stream it does while the others decode. Nothing that a slot samples
+  depends on its stream.
 
   Args:
     spec: model and sampling.
     num_slots: slots.
     max_len: cache entries per slot.
-    num_lanes: a divisor of `num_slots`.
+    num_streams: a divisor of `num_slots`.
   """
 
-  def __init__(self, spec: SamplerSpec, *, num_slots: int, max_len: int, num_lanes: int = 1):
-    if num_lanes < 1 or num_slots % num_lanes:
-      raise ValueError(f"num_lanes must be a divisor of num_slots = {num_slots}; received {num_lanes}.")
+  def __init__(self, spec: SamplerSpec, *, num_slots: int, max_len: int, num_streams: int = 1):
+    if num_streams < 1 or num_slots % num_streams:
+      raise ValueError(f"num_streams must be a divisor of num_slots = {num_slots}; received {num_streams}.")
     self._spec = spec
     self._num_slots = num_slots
     self._max_len = max_len
     self._params: Params = None
     self._prepared: Params = None
-    self._lanes: list[_Lane] = []
-    # A thread per lane: what one thread dispatches, the CPU runs one after the other.
-    self._threads = [ThreadPoolExecutor(1, f"sao_jax-lane{i}") for i in range(num_lanes)] if num_lanes > 1 else []
-    self._pending: list[list[Future[Any]]] = [[] for _ in range(num_lanes)]
-    self._num_lanes = num_lanes
+    self._streams: list[_DecodeStream] = []
+    # A thread per stream: what one thread dispatches, the CPU runs one after the other.
+    self._threads = [ThreadPoolExecutor(1, f"sao_jax-stream{i}") for i in range(num_streams)] if num_streams > 1 else []
+    self._pending: list[list[Future[Any]]] = [[] for _ in range(num_streams)]
+    self._num_streams = num_streams
     self.reset()
 
   @property
-  def num_lanes(self) -> int:
-    return self._num_lanes
+  def num_streams(self) -> int:
+    return self._num_streams
 
   @property
   def num_groups(self) -> int:
-    """Groups of windows that suit a lane: halves, since the longest context is often twice as long as most.
+    """Groups of windows that suit a stream: halves, since the longest context is often twice as long as most.
 
     One where slots are on a mesh (rows would change their shard), or where they do not divide.
     """
-    return 1 if self._spec.model.placement is not None or self._num_slots // self._num_lanes % 2 else 2
+    return 1 if self._spec.model.placement is not None or self._num_slots // self._num_streams % 2 else 2
 
   def reset(self) -> None:
     """Empties all slots."""
     self.settle()
-    self._lanes = []  # frees the old caches first
-    per_lane = self._num_slots // self._num_lanes
-    self._lanes = [_Lane(self._spec, per_lane, self._max_len) for _ in range(self._num_lanes)]
+    self._streams = []  # frees the old caches first
+    per_stream = self._num_slots // self._num_streams
+    self._streams = [_DecodeStream(self._spec, per_stream, self._max_len) for _ in range(self._num_streams)]
 
   def close(self) -> None:
-    """Ends the lanes' threads."""
+    """Ends the streams' threads."""
     for thread in self._threads:
       thread.shutdown()
 
   def prefill(self, params: Params, rows: Sequence[PrefillRow], *, num_rows: int, width: int, live_len: int) -> None:
     """Feeds up to `num_rows` rows of up to `width` tokens; `live_len` bounds every row's last position + 1.
 
-    Rows must have slots of one lane, and only one of the rows of a slot a state. Rows of one slot read each other's
+    Rows must have slots of one stream, and only one of the rows of a slot a state. Rows of one slot read each other's
     tokens, as far as they come before. Only dispatches.
     """
-    (lane,) = {row.slot % self._num_lanes for row in rows}
+    (stream,) = {row.slot % self._num_streams for row in rows}
     packed = np.zeros((num_rows, _HEADER + width), np.int32)
     packed[:, [0, 3]] = self._num_slots  # what has no such slot is ignored
     for i, row in enumerate(rows):
       count = len(row.tokens)
-      slot = row.slot // self._num_lanes
+      slot = row.slot // self._num_streams
       packed[i, :3] = (slot, row.start, count)
       if row.state is not None:
         packed[i, 3:_HEADER] = (slot, *row.state)
       packed[i, _HEADER : _HEADER + count] = row.tokens
-    self._submit(lane, functools.partial(self._lanes[lane].prefill, params, packed, live_len))
+    self._submit(stream, functools.partial(self._streams[stream].prefill, params, packed, live_len))
 
   def save(self, slot: int, *, to_host: bool) -> SavedRow:
     """Copies what the cache holds for a slot, as of the calls before, to the host or inside the device."""
-    lane, row = slot % self._num_lanes, slot // self._num_lanes
-    return self._submit(lane, functools.partial(self._lanes[lane].save, row, to_host))
+    stream, row = slot % self._num_streams, slot // self._num_streams
+    return self._submit(stream, functools.partial(self._streams[stream].save, row, to_host))
 
   def restore(self, slot: int, saved: SavedRow) -> None:
     """Puts what `save` took out into any slot."""
-    lane, row = slot % self._num_lanes, slot // self._num_lanes
-    self._submit(lane, functools.partial(self._lanes[lane].restore, row, saved))
+    stream, row = slot % self._num_streams, slot // self._num_streams
+    self._submit(stream, functools.partial(self._streams[stream].restore, row, saved))
 
   def copy_pays(self, params: Params, length: int, *, to_host: bool) -> bool:
     """Whether copying a slot's row costs less than feeding its `length` tokens again.
@@ -384,31 +384,31 @@ class Sampler:
     20 GB/s to the host and 1 TB/s inside. Experts that a token does not pass are counted, so that mixtures copy
     somewhat early.
     """
-    row_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(self._lanes[0].cache))
+    row_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(self._streams[0].cache))
     parameters = sum(x.size for x in jax.tree.leaves(params))
     costs = _CPU_COPY if jax.default_backend() == "cpu" else _ACCELERATOR_COPY
     per_copy, per_byte = costs["host" if to_host else "device"]
     return per_copy + row_bytes * (2 if to_host else 1) * per_byte < 2.0 * parameters * length
 
-  def decode(self, params: Params, key: jax.Array, *, lane: int, live_lens: tuple[int, ...]) -> RunningChunk:
-    """Dispatches a chunk of one lane; give the result to `fetch`.
+  def decode(self, params: Params, key: jax.Array, *, stream: int, live_lens: tuple[int, ...]) -> RunningChunk:
+    """Dispatches a chunk of one stream; give the result to `fetch`.
 
     Args:
       params: weights.
       key: base of the noise.
-      lane: which lane.
+      stream: which stream.
       live_lens: bounds on every active slot's position + `chunk_steps`: one for all, or one for each of several groups
         of equal size, the longest active contexts being in the first.
     """
     if params is not self._params:
       with _dispatching(self._spec):
         self._params, self._prepared = params, _prepare(params, spec=self._spec)
-    decode = functools.partial(self._lanes[lane].decode, self._prepared, key, live_lens)
-    return RunningChunk(lane, self._submit(lane, decode))
+    decode = functools.partial(self._streams[stream].decode, self._prepared, key, live_lens)
+    return RunningChunk(stream, self._submit(stream, decode))
 
   def fetch(self, chunk: RunningChunk) -> Chunk:
-    """Waits for a chunk: the one transfer from the lane's device."""
-    self._settle(chunk.lane)
+    """Waits for a chunk: the one transfer from the stream's device."""
+    self._settle(chunk.stream)
     steps = self._spec.chunk_steps
     host = jax.device_get(chunk.out.result())
     return Chunk(
@@ -420,20 +420,20 @@ class Sampler:
 
   def settle(self) -> None:
     """Waits for all submitted calls to be dispatched; raises what they raised."""
-    for lane in range(self._num_lanes):
-      self._settle(lane)
+    for stream in range(self._num_streams):
+      self._settle(stream)
 
-  def _submit(self, lane: int, call: Callable[[], _T]) -> Future[_T]:
-    """Runs `call` on the lane's thread, after what was submitted before; here and now if there is but one lane."""
+  def _submit(self, stream: int, call: Callable[[], _T]) -> Future[_T]:
+    """Runs `call` on the stream's thread, after what was submitted before; here and now if there is but one stream."""
     if self._threads:
-      future = self._threads[lane].submit(call)
+      future = self._threads[stream].submit(call)
     else:
       future = Future[_T]()
       future.set_result(call())
-    self._pending[lane].append(future)
+    self._pending[stream].append(future)
     return future
 
-  def _settle(self, lane: int) -> None:
-    pending, self._pending[lane] = self._pending[lane], []
+  def _settle(self, stream: int) -> None:
+    pending, self._pending[stream] = self._pending[stream], []
     for future in pending:
       future.result()

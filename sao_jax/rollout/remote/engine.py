@@ -258,7 +258,7 @@ class RemoteEngine:
         action = episode.end_action()
         if stopped:
           text, answer = await self._ask(holder, functools.partial(holder.step, action), request)
-          ended = episode.take_answer(text, answer, self._config)
+          ended = episode.take_response(text, answer, self._config)
         else:
           episode.cut_action, ended = action, "truncated"
       decode, reward = self._tokenizer.decode, self._config.truncated_reward

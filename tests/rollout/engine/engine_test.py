@@ -101,8 +101,10 @@ def test_results_depend_on_seed_and_episode_not_on_slots_or_chunks():
   assert not same(first, other)
   # PITFALL 28: calls without a seed never repeat one another.
   assert not same(*counted) and not same(first, counted[0])
-  for lanes in (1, 2):
-    shapes = {"num_slots": 4, "chunk_steps": 7, "prefill_rows": (1, 2), "prefill_tokens": (2, 8), "num_lanes": lanes}
+  for streams in (1, 2):
+    shapes = {
+      "num_slots": 4, "chunk_steps": 7, "prefill_rows": (1, 2), "prefill_tokens": (2, 8), "num_streams": streams
+    }  # fmt: skip
     with engine(lambda: Echo(3), **shapes) as e:
       assert same(first, list(e.generate(fixed, requests(10), seed=5)))
   with engine(lambda: Echo(3), seed=1) as e:
@@ -301,8 +303,8 @@ def test_an_exception_in_the_thread_surfaces():
     {"max_failed_share": 2.0},
     {"num_episodes": 3},
     {"prefix_rows": -1},
-    {"num_lanes": 3},
-    {"num_lanes": 0},
+    {"num_streams": 3},
+    {"num_streams": 0},
   ],
 )
 def test_bad_settings(changes):

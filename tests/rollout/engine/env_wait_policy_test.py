@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sao_jax.rollout.engine.env_wait_policy import Patience
+from sao_jax.rollout.engine.env_wait_policy import EnvWaitPolicy
 
 
-def patience(*seconds: float) -> Patience:
-  made = Patience()
+def patience(*seconds: float) -> EnvWaitPolicy:
+  made = EnvWaitPolicy()
   for x in seconds:
-    made.answered(x)
+    made.record(x)
   return made
 
 

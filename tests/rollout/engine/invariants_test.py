@@ -64,9 +64,11 @@ class Scripted:
   every=st.integers(1, 5),
   num_episodes=st.sampled_from([None, 9]),
   prefix_rows=st.sampled_from([0, 1, 8]),
-  num_lanes=st.sampled_from([1, 2]),
+  num_streams=st.sampled_from([1, 2]),
 )
-def test_any_environments_keep_the_books(scripts, env_workers, recompute, every, num_episodes, prefix_rows, num_lanes):
+def test_any_environments_keep_the_books(
+  scripts, env_workers, recompute, every, num_episodes, prefix_rows, num_streams
+):
   rewards = collections.defaultdict(list)
   failed = []
   engine = Engine(
@@ -79,7 +81,7 @@ def test_any_environments_keep_the_books(scripts, env_workers, recompute, every,
       max_failed_share=1.0,
       num_episodes=num_episodes,
       prefix_rows=prefix_rows,
-      num_lanes=num_lanes,
+      num_streams=num_streams,
     ),
   )
   versions = lambda chunk: (PARAMS[min(chunk // every, 39)], min(chunk // every, 39))  # noqa: E731
@@ -97,7 +99,7 @@ def test_any_environments_keep_the_books(scripts, env_workers, recompute, every,
       assert not (x.tokens[x.action_mask] == MARK).any()  # what it writes from a cache of other weights
       assert_logps_true(x, PARAMS)
   assert counters["prefix_tokens_saved"] == 0 or prefix_rows
-  assert counters["copied_back"] <= counters["moved_out"] and (counters["moved_out"] == 0 or num_episodes)
+  assert counters["swapped_in"] <= counters["swapped_out"] and (counters["swapped_out"] == 0 or num_episodes)
 
 
 MODEL = ModelConfig(
@@ -124,11 +126,11 @@ class _Shared(Echo):
     return super().step(action)
 
 
-@pytest.mark.parametrize(("recompute", "lanes"), [(False, 1), (True, 2)])
-def test_log_probs_of_a_real_model_are_those_of_a_full_forward_pass(recompute, lanes, real):
+@pytest.mark.parametrize(("recompute", "streams"), [(False, 1), (True, 2)])
+def test_log_probs_of_a_real_model_are_those_of_a_full_forward_pass(recompute, streams, real):
   policy, params, logits = real
   temperature = 0.8
-  crowded = {"num_episodes": 9, "env_workers": 5, "num_lanes": lanes} if recompute else {}
+  crowded = {"num_episodes": 9, "env_workers": 5, "num_streams": streams} if recompute else {}
   engine = Engine(
     model=policy,
     make_env=lambda: (_Shared if crowded else Echo)(3),
@@ -140,7 +142,7 @@ def test_log_probs_of_a_real_model_are_those_of_a_full_forward_pass(recompute, l
     done = list(engine.generate(lambda chunk: (params[chunk // every % 8], chunk // every), requests(16)))
     counters = engine.counters
   assert any(x.mixed_versions for x in done) == recompute
-  assert (counters["moved_out"] > 0) == (counters["prefix_tokens_saved"] > 0) == recompute
+  assert (counters["swapped_out"] > 0) == (counters["prefix_tokens_saved"] > 0) == recompute
   assert max(x.num_turns for x in done) > 1
   assert max(len(x.tokens) for x in done) == 48  # the last chunk of one passed the end of the cache
   for x in done:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from sao_jax.rollout.engine.kv_cache_manager import Residency
+from sao_jax.rollout.engine.kv_cache_manager import KVCacheManager
 from sao_jax.rollout.engine.prefix_cache import BLOCK, PrefixStore
 from tests.rollout.engine.engine_test import PARAMS, engine, fixed, requests, same
 from tests.rollout.fakes import MARK, Echo, assert_logps_true, log_softmax, make_params, reference_logits
@@ -49,13 +49,13 @@ def prefilled(trajectories) -> int:
   return sum(int((~x.action_mask).sum()) - 1 for x in trajectories)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_slot_that_waits_for_its_tool_keeps_its_cache(lanes):
-  with engine(lambda: Slow(4), env_workers=4, prefix_rows=0, num_slots=4, num_lanes=lanes) as e:
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_slot_that_waits_for_its_tool_keeps_its_cache(streams):
+  with engine(lambda: Slow(4), env_workers=4, prefix_rows=0, num_slots=4, num_streams=streams) as e:
     done = list(e.generate(fixed, requests(24)))
     assert max(x.num_turns for x in done) > 2
     assert e.counters["prefill_tokens"] == prefilled(done)
-    assert e.counters["moved_out"] == 0
+    assert e.counters["swapped_out"] == 0
 
 
 def test_more_episodes_than_slots_sample_the_same():
@@ -66,7 +66,7 @@ def test_more_episodes_than_slots_sample_the_same():
     counters = e.counters
   assert same(want, done)
   # Both ways of coming back were taken: short contexts are fed again, long ones copied.
-  assert 0 < counters["copied_back"] < counters["moved_out"]
+  assert 0 < counters["swapped_in"] < counters["swapped_out"]
   for x in done:
     assert_logps_true(x, PARAMS)
 
@@ -98,7 +98,7 @@ def shared_counts(**changes):
     return list(e.generate(fixed, requests(15), seed=1)), e.counters
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_lanes": 3}, {"num_episodes": 15, "env_workers": 15}])
+@pytest.mark.parametrize("changes", [{}, {"num_streams": 3}, {"num_episodes": 15, "env_workers": 15}])
 def test_a_shared_beginning_is_fed_once_and_changes_no_number(changes):
   want, whole = shared_counts(prefix_rows=0, **changes)
   done, counters = shared_counts(**changes)
@@ -124,22 +124,22 @@ def test_a_shared_beginning_is_fed_once_per_version():
 
 
 @pytest.mark.parametrize("env", [Slow, SlowShared])
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_no_token_is_sampled_from_a_cache_of_another_version(env, lanes):
+@pytest.mark.parametrize("streams", [1, 2])
+def test_no_token_is_sampled_from_a_cache_of_another_version(env, streams):
   """The policy writes MARK, and nothing else, when it reads an entry of other weights than its own."""
-  with engine(lambda: env(4), recompute_cache_on_update=True, num_lanes=lanes, **SETTINGS) as e:
+  with engine(lambda: env(4), recompute_cache_on_update=True, num_streams=streams, **SETTINGS) as e:
     done = list(e.generate(switching, requests(24)))
     counters = e.counters
   assert len(done) == 24 and any(x.mixed_versions for x in done)
   for x in done:
     assert not (x.tokens[x.action_mask] == MARK).any()
     assert_logps_true(x, PARAMS)
-  assert counters["moved_out"] > 0 and counters["cache_recomputes"] > 0
+  assert counters["swapped_out"] > 0 and counters["cache_recomputes"] > 0
   assert (counters["prefix_tokens_saved"] > 0) == (env is SlowShared)
 
 
 STALE = {
-  "copied back": (Residency, "_stale", lambda self, seat: False),
+  "copied back": (KVCacheManager, "_stale", lambda self, sequence: False),
   "prefix": (PrefixStore, "get", lambda self, version, prefix: next(iter(self._rows.values()), None)),
 }
 
@@ -158,7 +158,7 @@ def test_the_test_above_would_notice(fault, monkeypatch):
 def test_kept_caches_record_the_log_probs_really_used():
   with engine(lambda: SlowShared(4), **SETTINGS) as e:
     done = list(e.generate(switching, requests(24)))
-    assert e.counters["cache_recomputes"] == 0 and e.counters["moved_out"] > 0
+    assert e.counters["cache_recomputes"] == 0 and e.counters["swapped_out"] > 0
   marked = 0
   for x in done:
     for t in np.flatnonzero(x.action_mask):

@@ -77,11 +77,11 @@ def row(slot, tokens, budget=100, activate=True, episode=0, start=0) -> PrefillR
 def test_hot_loop_has_no_implicit_transfer_and_donates():
   made = make_sampler()
   params, key = jax.device_put(make_params(0, stop_bias=-20)), jax.random.key(0)
-  cache = made._lanes[0].cache["tokens"]
+  cache = made._streams[0].cache["tokens"]
   for i in range(3):
     with jax.transfer_guard("disallow" if i else "allow"):  # compiling may move constants
       made.prefill(params, [row(0, [3, 4, 5]), row(2, [6])], num_rows=2, width=4, live_len=16)
-      chunk = made.fetch(made.decode(params, key, lane=0, live_lens=(16,)))
+      chunk = made.fetch(made.decode(params, key, stream=0, live_lens=(16,)))
   assert cache.is_deleted()
   np.testing.assert_array_equal(chunk.num_sampled, [4, 0, 4])
   np.testing.assert_array_equal(chunk.active, [True, False, True])
@@ -107,7 +107,7 @@ def test_every_program_over_several_devices_starts_in_its_turn(monkeypatch):
   made = Sampler(SamplerSpec(model=model, chunk_steps=2, temperature=1.0, stop_ids=(STOP,)), num_slots=2, max_len=8)
   params = jax.device_put(make_params(0), whole)
   made.prefill(params, [row(0, [3, 4])], num_rows=1, width=4, live_len=8)
-  made.fetch(made.decode(params, jax.random.key(0), lane=0, live_lens=(8,)))
+  made.fetch(made.decode(params, jax.random.key(0), stream=0, live_lens=(8,)))
   made.restore(1, made.save(0, to_host=False))
   assert started == programs.keys()
 
@@ -118,10 +118,10 @@ def test_budget_and_stop_end_a_slot_inside_the_chunk():
   never = {**make_params(0), "table": jnp.zeros((31, 20)).at[:, STOP].set(-50.0)}
   rows = [row(0, [3, 4], budget=2), row(1, [5, 6], budget=9)]
   made.prefill(never, rows, num_rows=4, width=4, live_len=32)
-  chunk = made.fetch(made.decode(never, jax.random.key(0), lane=0, live_lens=(32,)))
+  chunk = made.fetch(made.decode(never, jax.random.key(0), stream=0, live_lens=(32,)))
   np.testing.assert_array_equal(chunk.num_sampled, [2, 6, 0])
   np.testing.assert_array_equal(chunk.active, [False, True, False])
-  chunk = made.fetch(made.decode(always, jax.random.key(0), lane=0, live_lens=(32,)))
+  chunk = made.fetch(made.decode(always, jax.random.key(0), stream=0, live_lens=(32,)))
   np.testing.assert_array_equal(chunk.num_sampled, [0, 1, 0])
   assert chunk.tokens[0, 1] == STOP
   # Early exit: after the one step nothing was written any more.
@@ -135,7 +135,7 @@ def test_logp_is_of_the_tempered_distribution(temperature):
   params["table"] = jnp.broadcast_to(params["table"][:1].at[:, STOP].set(-99.0), params["table"].shape)
   made = make_sampler(temperature, chunk_steps=8)
   made.prefill(params, [row(0, [3])], num_rows=2, width=4, live_len=32)
-  chunk = made.fetch(made.decode(params, jax.random.key(0), lane=0, live_lens=(32,)))
+  chunk = made.fetch(made.decode(params, jax.random.key(0), stream=0, live_lens=(32,)))
   expected = jax.nn.log_softmax(params["table"][0] / temperature)[chunk.tokens[:, 0]]
   np.testing.assert_allclose(chunk.logp[:, 0], expected, rtol=1e-5)
 
@@ -190,7 +190,7 @@ def test_top_p_samples_the_truncated_distribution_and_records_its_log_probs(top_
   made = make_sampler(0.7, chunk_steps=24, top_p=top_p)
   for slot in range(3):
     made.prefill(params, [row(slot, [3], episode=slot)], num_rows=2, width=4, live_len=32)
-  chunk = made.fetch(made.decode(params, jax.random.key(0), lane=0, live_lens=(32,)))
+  chunk = made.fetch(made.decode(params, jax.random.key(0), stream=0, live_lens=(32,)))
   expected = nucleus_oracle(np.asarray(params["table"][0]) / 0.7, top_p)
   assert 1 < (expected > 0).sum() < expected.size - 1
   np.testing.assert_allclose(np.exp(chunk.logp), expected[chunk.tokens], rtol=1e-5)
@@ -202,7 +202,7 @@ def test_top_p_samples_the_truncated_distribution_and_records_its_log_probs(top_
 def test_a_whole_distribution_is_not_sorted():
   """Nothing of top-p is in the program where it is 1."""
   made = make_sampler()
-  arguments = (make_params(0), made._lanes[0].cache, made._lanes[0].state, jax.random.key(0))
+  arguments = (make_params(0), made._streams[0].cache, made._streams[0].state, jax.random.key(0))
 
   def program(top_p):
     spec = SamplerSpec(model=POLICY, chunk_steps=2, temperature=1.0, stop_ids=(STOP,), top_p=top_p)
