@@ -92,6 +92,7 @@ def test_a_file_that_imports_one_does_so_under_the_name_of_its_extra() -> None:
         alone.add((path.relative_to(ROOT).as_posix(), package))
   assert alone == {
     ("sao_jax/rollout/server.py", "aiohttp"), ("sao_jax/rollout/server_client.py", "aiohttp"),
+    ("sao_jax/rollout/admission.py", "aiohttp"),  # of server.py
     ("sao_jax/rollout/actor.py", "ray"),  # runs inside Ray
     ("sao_jax/models/gguf_checkpoint.py", "gguf"),  # after foreign.open_gguf
   }  # fmt: skip
