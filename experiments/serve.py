@@ -52,6 +52,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
   add("--checkpoint", type=pathlib.Path, required=True, help="Hugging Face directory to serve.")
   add("--host", default=ServerConfig.host, help="Address to bind to. There is no authentication.")
   add("--port", type=int, default=ServerConfig.port, help="0: any free one, which is printed.")
+  add("--allowed_hosts", default="", help="Hosts besides localhost that requests may name, comma-separated.")
   add("--name", help="Name of the model; default: the checkpoint's path.")
   add("--weights_root", type=pathlib.Path, help="Weights are taken from folders below it only. Default: from nowhere.")
   add("--weight_version", default="default", help="What the checkpoint's weights are called.")
@@ -62,7 +63,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
   add("--max_len", type=int, default=2048, help="Tokens of prompt and answer.")
   add("--chunk_steps", type=int, default=EngineConfig.chunk_steps, help="Decode steps between looks at the requests.")
   add("--max_requests", type=int, default=ServerConfig.max_requests, help="Completions that may wait or run.")
-  add("--max_body_bytes", type=int, default=ServerConfig.max_body_bytes, help="Largest body.")
+  add("--max_body_bytes", type=int, default=ServerConfig.max_body_bytes, help="Largest body of a completion.")
   add("--seed", type=int, default=0, help="Of the noise of requests without a seed.")
   return parser.parse_args(argv)
 
@@ -115,6 +116,7 @@ def _run(arguments: argparse.Namespace) -> None:
   settings = ServerConfig(
     host=arguments.host,
     port=arguments.port,
+    allowed_hosts=tuple(name.strip() for name in arguments.allowed_hosts.split(",") if name.strip()),
     weights_root=arguments.weights_root,
     max_body_bytes=arguments.max_body_bytes,
     max_requests=arguments.max_requests,

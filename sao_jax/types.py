@@ -27,6 +27,13 @@ Window: TypeAlias = Any
 
 Ended: TypeAlias = Literal["terminal", "truncated"]
 
+LOGP_ROUNDING = 1e-4
+"""A log-prob may be so much above 0, and then counts as 0; one above that is an error.
+
+log p = x - logsumexp(x) is rounded in float32 by one unit in the last place of the logits, 2^-14 to 2^-13 where they
+are as large as 1,000. What lower precision adds is not rounding that a ratio of probabilities could bear.
+"""
+
 
 class PolicyOutput(NamedTuple):
   """What a policy returns: log-probs are computed from the two by `ops.logprobs`, without ever holding `[B, T, V]`."""
@@ -191,7 +198,7 @@ class Trajectory:
   """One finished episode, on the host: prompt, actions and observations as one token string.
 
   `ValueError` if the arrays do not agree (see `__post_init__`): in particular an action token without a log-prob or a
-  version is refused, never filled in.
+  version is refused, never filled in. A log-prob in (0, `LOGP_ROUNDING`] becomes 0.
   """
 
   tokens: np.ndarray
@@ -238,12 +245,16 @@ class Trajectory:
         f"{int(self.action_mask.sum())} of them actions; first an action: {bool(self.action_mask[:1].any())}."
       )
     logp = self.behavior_logp[self.action_mask]
-    if not np.isfinite(logp).all() or (logp > 0).any():
+    positive = logp > np.float32(LOGP_ROUNDING)
+    if not np.isfinite(logp).all() or positive.any():
       raise ValueError(
         f"Trajectory {self.episode_id}: every action token needs a finite log-prob <= 0; "
         f"{int((~np.isfinite(logp)).sum())} of {logp.size} are missing or not finite, "
-        f"{int((logp > 0).sum())} are positive."
+        f"{int(positive.sum())} are positive by more than rounding, {LOGP_ROUNDING}."
       )
+    if (logp > 0).any():
+      rounded = np.where(self.action_mask, np.minimum(self.behavior_logp, np.float32(0)), self.behavior_logp)
+      object.__setattr__(self, "behavior_logp", rounded)
     if (self.versions[self.action_mask] < 0).any():
       raise ValueError(
         f"Trajectory {self.episode_id}: every action token needs the policy version that sampled it (>= 0)."

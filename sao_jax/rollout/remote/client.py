@@ -16,7 +16,14 @@ import aiohttp
 
 from sao_jax.rollout.episodes import EpisodeFailure
 from sao_jax.rollout.remote.config import RemoteConfig
-from sao_jax.rollout.remote.protocols import BadResponseError, Call, Generated, Sampling, ServerProtocol
+from sao_jax.rollout.remote.protocols import (
+  BadResponseError,
+  Call,
+  EmptyResponseError,
+  Generated,
+  Sampling,
+  ServerProtocol,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +31,8 @@ _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
 _LONGEST_RETRY_AFTER_S = 60.0
 _MAX_ANSWER_BYTES = 256 * 1024 * 1024
+_MAX_UNWRITTEN = 100
+"""Updates in a row that may abort a request before its first token; then it fails its episode."""
 
 
 class ServerError(RuntimeError):
@@ -70,12 +79,23 @@ class ServerClient:
     self.counts = collections.Counter[str]()
 
   async def generate(self, prompt: Sequence[int], *, max_tokens: int, seed: int) -> tuple[Generated, int]:
-    """One answer, and the version of the weights that wrote it.
+    """One answer with at least one token, and the version of the weights that wrote it.
+
+    A request that an update aborts before its first token is sent again when the server has the new weights.
 
     Raises:
-      EpisodeFailure: the server refuses the request, or its answer is refused.
+      EpisodeFailure: the server refuses the request, or its answer is refused, or no update lets it begin.
       ServerError: no attempt succeeded.
     """
+    for _ in range(_MAX_UNWRITTEN):
+      answer = await self._answer(prompt, max_tokens=max_tokens, seed=seed)
+      if answer is not None:
+        return answer
+    message = f"{_MAX_UNWRITTEN} weight updates in a row aborted the request before its first token."
+    raise EpisodeFailure("aborted", f"{self._url}: {message}")
+
+  async def _answer(self, prompt: Sequence[int], *, max_tokens: int, seed: int) -> tuple[Generated, int] | None:
+    """As `generate`; None if an update aborted the request before its first token."""
     call = self._protocol.generate(prompt, max_tokens=max_tokens, seed=seed, sampling=self._sampling)
     for attempt in range(self._config.max_attempts):
       await self._have_weights_there()
@@ -83,16 +103,20 @@ class ServerClient:
       try:
         answer = await self._post(call)
         done = self._protocol.read(answer, prompt, max_tokens=max_tokens, sampling=self._sampling)
+        if not done.tokens.size:
+          if self._pauses == pauses:
+            raise _TryAgainError("the server aborted the request.")
+          return None
         written = done.label or await self._label_of(done, label, self._pauses - pauses)
         if written not in self._versions:
           raise _TryAgainError(f"the answer comes from weights {written!r:.80}, which this run has not published.")
         if written != label and self._pauses == pauses:
           raise _TryAgainError(f"the answer comes from weights {written!r:.80}; the server was given {label!r}.")
-        if not done.tokens.size and self._pauses == pauses:
-          raise _TryAgainError("the server aborted the request.")
         self._failing = False
         return done, self._versions[written]
       except BadResponseError as error:
+        if isinstance(error, EmptyResponseError) and self._pauses != pauses:
+          return None  # the update explains it
         raise EpisodeFailure("bad_response", f"{self._url}{call[0]}: {error}") from error
       except _TryAgainError as error:
         failure = error

@@ -281,8 +281,7 @@ class RemoteEngine:
         done, version = await self._client.generate(prompt, max_tokens=budget, seed=int(noise))
       self._counts["server_requests"] += 1
       self._counts["tokens_generated"] += done.tokens.size
-      if done.tokens.size:
-        episode.add_sampled(done.tokens, done.logp, version)
+      episode.add_sampled(done.tokens, done.logp, version)
       if done.finish != "abort":
         return done.finish == "stop"
     return False

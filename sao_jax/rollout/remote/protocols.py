@@ -14,12 +14,18 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from sao_jax.types import LOGP_ROUNDING
+
 Call: TypeAlias = tuple[str, dict[str, Any]]
 """`(path, JSON body)` of a POST."""
 
 
 class BadResponseError(Exception):
   """An answer that is refused; the message says what is wrong with it."""
+
+
+class EmptyResponseError(BadResponseError):
+  """An answer without a token and without a reason for that."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,13 +42,18 @@ class Generated:
   """An answer, checked."""
 
   tokens: np.ndarray
-  """`[n]` int32."""
+  """`[n]` int32; empty only if `finish` is "abort"."""
   logp: np.ndarray
   """`[n]` float32, finite and <= 0."""
   finish: Literal["stop", "length", "abort"]
   """"stop": the last token is a stop id. "abort": the server gave up, for an update of weights say."""
   label: str | None
   """Of the weights, if the answer says so."""
+
+  @classmethod
+  def nothing(cls) -> Generated:
+    """The answer to a request that was aborted before its first token."""
+    return cls(tokens=np.zeros(0, np.int32), logp=np.zeros(0, np.float32), finish="abort", label=None)
 
 
 class ServerProtocol(Protocol):
@@ -79,6 +90,8 @@ class VLLM:
     }  # fmt: skip
 
   def read(self, answer: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
+    if _nothing_written(*_vllm_parts(answer)):
+      return Generated.nothing()
     choices = _field(answer, "choices", list)
     if len(choices) != 1:
       raise BadResponseError(f"the answer must have one choice; received {len(choices)}.")
@@ -117,6 +130,8 @@ class SGLang:
     }  # fmt: skip
 
   def read(self, answer: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
+    if _nothing_written(*_sglang_parts(answer)):
+      return Generated.nothing()
     meta = _field(answer, "meta_info", dict)
     if (length := _field(meta, "prompt_tokens", int, optional=True)) is not None and length != len(prompt):
       raise BadResponseError(f"the server answered a prompt of {length} tokens; sent were {len(prompt)}.")
@@ -140,6 +155,45 @@ class SGLang:
       ("/update_weights_from_disk", {"model_path": str(directory), "weight_version": label, "flush_cache": True}),
       ("/continue_generation", {}),
     ]
+
+
+def _get(container: Any, name: str) -> Any:
+  return container.get(name) if isinstance(container, dict) else None
+
+
+def _vllm_parts(answer: Any) -> tuple[Any, list[Any]]:
+  """Reason for the end of an answer, and everything in it that is not empty if something was written."""
+  choices = _get(answer, "choices")
+  choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+  logprobs = _get(_get(choice, "logprobs"), "token_logprobs")
+  count = _get(_get(answer, "usage"), "completion_tokens")
+  written = choices if choice is None else _get(choice, "token_ids")
+  return _get(choice, "finish_reason"), [written, _get(choice, "text"), logprobs, count]
+
+
+def _sglang_parts(answer: Any) -> tuple[Any, list[Any]]:
+  """As `_vllm_parts`."""
+  meta = _get(answer, "meta_info")
+  reason = _get(meta, "finish_reason")
+  written = [_get(answer, "output_ids"), _get(answer, "text")]
+  return _get(reason, "type"), [*written, _get(meta, "output_token_logprobs"), _get(meta, "completion_tokens")]
+
+
+def _nothing_written(reason: Any, written: list[Any]) -> bool:
+  """Whether the server gave up before the first token.
+
+  A request that still waits when weights are updated is aborted. Servers fill in the answer as they please then:
+  depending on the version label, ids, log-probs, length of the prompt or the reason are missing, null, empty or 0.
+  Nothing was sampled, so nothing of that is needed.
+
+  Raises:
+    EmptyResponseError: the answer is empty and does not say that it was aborted.
+  """
+  if any(written) or reason not in (None, "abort"):
+    return False
+  if reason is None:
+    raise EmptyResponseError("the answer has neither tokens nor a finish reason.")
+  return True
 
 
 def _field(container: Any, name: str, kind: type, *, optional: bool = False) -> Any:
@@ -168,9 +222,10 @@ def _checked(
   if len(logp) != len(tokens):
     raise BadResponseError(f"the answer has {len(tokens)} tokens and {len(logp)} log-probs.")
   # Compared before they become float32, which overflows to -inf.
-  wrong = [x for x in logp if type(x) not in (int, float) or not -3e38 < x <= 0.0]
+  wrong = [x for x in logp if type(x) not in (int, float) or not -3e38 < x <= LOGP_ROUNDING]
   if wrong:
-    raise BadResponseError(f"log-probs must be finite and <= 0; received {wrong[:5]!r:.200}.")
+    received = f"received {wrong[:5]!r:.200}; above 0 by {LOGP_ROUNDING} or less is rounding"
+    raise BadResponseError(f"log-probs must be finite and <= 0; {received}.")
   if len(tokens) > max_tokens or (not tokens and finish != "abort"):
     raise BadResponseError(f"the answer must have 1 to {max_tokens} tokens; received {len(tokens)} ({finish}).")
   early = [i for i in tokens[:-1] if i in sampling.stop_ids]
@@ -182,7 +237,7 @@ def _checked(
     )
   return Generated(
     tokens=np.array(tokens, np.int32),
-    logp=np.array(logp, np.float32),
+    logp=np.minimum(np.array(logp, np.float32), np.float32(0)),
     finish="stop" if ends else finish,  # type: ignore[arg-type]
     label=label,
   )

@@ -9,14 +9,15 @@
     GET  /v1/models, /health
 
 What it does not know it refuses, naming it. There is no authentication: whoever reaches the port may use all of it,
-except the web pages that a user looks at.
+except the web pages that a user looks at: a request with an `Origin` is refused, and on loopback one whose `Host` is
+not this server's (see `hosts.py`). Completions and the rest are limited separately, in number and in size, so that
+neither keeps out the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import pathlib
@@ -25,17 +26,18 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import safetensors
 from aiohttp import web
 
+from sao_jax.rollout.server.admission import Admission
 from sao_jax.rollout.server.completions import Completion, Completions, Job
 from sao_jax.rollout.server.config import ServerConfig
+from sao_jax.rollout.server.hosts import HostCheck, is_loopback
 from sao_jax.rollout.server.request_fields import BadRequestError, RequestFields
+from sao_jax.rollout.server.weight_updates import WeightUpdates
 from sao_jax.types import Params
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 0.01
 _CHECK_S = 0.5
 _SHUTDOWN_S = 10.0
 _OPENAI_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -55,6 +57,7 @@ _SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+FieldsHandler = Callable[[web.Request, RequestFields], Awaitable[web.StreamResponse]]
 
 
 class TextCodec(Protocol):
@@ -90,13 +93,16 @@ class CompletionServer:
   ):
     self._completions = completions
     self._name = name
-    self._load = load
+    self._updates = WeightUpdates(completions, load)
     self._config = config
     self._tokenizer = tokenizer
     self._jobs: dict[str, Job] = {}
-    self._active = 0
-    self._pause_wanted = False
-    self._updating = asyncio.Lock()
+    self._hosts = HostCheck(config.host, config.allowed_hosts)
+    control_bytes = min(config.max_body_bytes, config.max_control_body_bytes)
+    self._completing, self._controlling = (
+      Admission(max_requests=config.max_requests, max_body_bytes=most, body_timeout_s=config.body_timeout_s)
+      for most in (config.max_body_bytes, control_bytes)
+    )
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[tuple[str, int]]:
@@ -108,12 +114,13 @@ class CompletionServer:
     await runner.setup()
     try:
       await web.TCPSite(runner, self._config.host, self._config.port).start()
-      if not _is_loopback(self._config.host):
+      if not is_loopback(self._config.host):
         _log.warning("bound to %s, without authentication: whoever reaches it may use it", self._config.host)
       yield runner.addresses[0][:2]
     finally:
       self._completions.abort_all()  # or it would wait for all that is being written
       await runner.cleanup()
+      await self._updates.close()
 
   async def until_broken(self) -> None:
     """Returns never; raises what the engine fails with, if it does."""
@@ -123,14 +130,15 @@ class CompletionServer:
 
   def application(self) -> web.Application:
     """The routes."""
-    app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[_errors_as_json])
-    app.router.add_get("/health", self._health, allow_head=False)
-    app.router.add_get("/v1/models", self._models, allow_head=False)
-    app.router.add_get("/model_info", self._model_info, allow_head=False)
-    app.router.add_get("/weight_info", self._model_info, allow_head=False)
-    posts: Mapping[str, Handler] = {
-      "/v1/completions": self._limited(self._openai),
-      "/generate": self._limited(self._sglang),
+    app = web.Application(middlewares=[_errors_as_json, self._known_clients_only])
+    gets: Mapping[str, Handler] = {
+      "/health": self._health,
+      "/v1/models": self._models,
+      "/model_info": self._model_info,
+      "/weight_info": self._model_info,
+    }
+    completing: Mapping[str, FieldsHandler] = {"/v1/completions": self._openai, "/generate": self._sglang}
+    controlling: Mapping[str, FieldsHandler] = {
       "/pause": self._pause_vllm,
       "/resume": self._resume,
       "/collective_rpc": self._collective_rpc,
@@ -140,34 +148,26 @@ class CompletionServer:
       "/update_weights_from_disk": self._update_from_disk,
       "/abort_request": self._abort,
     }
-    for path, handler in posts.items():
-      app.router.add_post(path, handler)
+    for path, get in gets.items():
+      app.router.add_get(path, _without_fields(get, self._controlling), allow_head=False)
+    for admission, posts in ((self._completing, completing), (self._controlling, controlling)):
+      for path, post in posts.items():
+        app.router.add_post(path, _with_fields(post, admission))
     return app
 
-  def _limited(self, handler: Handler) -> Handler:
-    """Refuses before the body is read when too many are at it; what controls the server is never refused for that."""
-
-    async def limited(request: web.Request) -> web.StreamResponse:
-      if self._active >= self._config.max_requests:
-        raise BadRequestError(f"{self._active} requests are running already; try again.", status=503)
-      self._active += 1
-      try:
-        return await handler(request)
-      finally:
-        self._active -= 1
-
-    return limited
-
-  async def _fields(self, request: web.Request) -> RequestFields:
-    if request.can_read_body and request.content_type != "application/json":
-      raise BadRequestError(f"Content-Type must be application/json; received {request.content_type}.", status=415)
-    if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
-      raise BadRequestError(f"Content-Encoding must be identity, or left out; received {encoding}.", status=415)
-    try:
-      async with asyncio.timeout(self._config.body_timeout_s):
-        return RequestFields(await request.read())
-    except TimeoutError as error:
-      raise BadRequestError(f"the body did not arrive within {self._config.body_timeout_s} s.", status=408) from error
+  @web.middleware
+  async def _known_clients_only(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses the requests of web pages: those that say so, and those that DNS rebinding sends here."""
+    if "Origin" in request.headers:
+      raise BadRequestError("requests of web pages are refused (they have an Origin).", status=403)
+    hosts = request.headers.getall("Host", [])
+    address = request.get_extra_info("sockname")
+    if address is None or not self._hosts.accepts(hosts, address[1]):
+      allowed = "localhost, 127.0.0.1 or [::1] with this server's port, or one of ServerConfig.allowed_hosts"
+      raise BadRequestError(f"Host must be {allowed}; received {', '.join(hosts) or 'none':.200}.", status=403)
+    if not request.raw_path.startswith("/"):  # its own host would stand in for the one in the header
+      raise BadRequestError(f"the target must be a path; received {request.raw_path:.200}.")
+    return await handler(request)
 
   async def _health(self, request: web.Request) -> web.Response:
     self._completions.check()
@@ -187,8 +187,7 @@ class CompletionServer:
       {"model_path": self._name, "is_generation": True, "weight_version": self._completions.label}
     )
 
-  async def _openai(self, request: web.Request) -> web.Response:
-    fields = await self._fields(request)
+  async def _openai(self, request: web.Request, fields: RequestFields) -> web.Response:
     model = fields.text("model")
     if model not in (None, self._name):
       raise BadRequestError(f"model must be {self._name}; received {model}.", field="model", status=404)
@@ -218,8 +217,7 @@ class CompletionServer:
       "usage": usage,
     })  # fmt: skip
 
-  async def _sglang(self, request: web.Request) -> web.Response:
-    fields = await self._fields(request)
+  async def _sglang(self, request: web.Request, fields: RequestFields) -> web.Response:
     prompt = self._prompt(fields, "input_ids", "text")
     with_logprobs = fields.boolean("return_logprob")
     rid = fields.text("rid") or uuid.uuid4().hex
@@ -289,16 +287,15 @@ class CompletionServer:
   def _word(self, token: int, as_id: bool) -> str:
     return f"token_id:{token}" if as_id or self._tokenizer is None else self._tokenizer.decode([token])
 
-  async def _pause_vllm(self, request: web.Request) -> web.Response:
-    (await self._fields(request)).finish({})
+  async def _pause_vllm(self, request: web.Request, fields: RequestFields) -> web.Response:
+    fields.finish({})
     unknown = sorted(set(request.query) - {"mode", "clear_cache"})
     if unknown:
       raise BadRequestError(f"unknown parameter {unknown[0]}.", field=unknown[0])
     await self._pause(request.query.get("mode", "abort"), ("abort", "wait"))
     return web.json_response({"status": "paused"})
 
-  async def _pause_sglang(self, request: web.Request) -> web.Response:
-    fields = await self._fields(request)
+  async def _pause_sglang(self, request: web.Request, fields: RequestFields) -> web.Response:
     mode = fields.text("mode") or "abort"
     fields.finish({})
     await self._pause(mode, ("abort",))
@@ -307,24 +304,14 @@ class CompletionServer:
   async def _pause(self, mode: str, allowed: tuple[str, ...]) -> None:
     if mode not in allowed:
       raise BadRequestError(f"mode must be {' or '.join(allowed)}; received {mode}.", field="mode")
-    self._pause_wanted = self._completions.paused = True
-    await self._drain(abort=mode == "abort")
+    await self._updates.pause(abort=mode == "abort")
 
-  async def _drain(self, *, abort: bool) -> int:
-    """Waits until nothing runs; returns how many were aborted for it."""
-    aborted = self._completions.abort_all() if abort else 0
-    while self._completions.running:
-      await asyncio.sleep(_POLL_S)
-    return aborted
-
-  async def _resume(self, request: web.Request) -> web.Response:
-    (await self._fields(request)).finish({"torch_empty_cache": (True, False)})
-    async with self._updating:  # which pauses by itself
-      self._pause_wanted = self._completions.paused = False
+  async def _resume(self, request: web.Request, fields: RequestFields) -> web.Response:
+    fields.finish({"torch_empty_cache": (True, False)})
+    self._updates.resume()
     return web.json_response({"status": "resumed"})
 
-  async def _abort(self, request: web.Request) -> web.Response:
-    fields = await self._fields(request)
+  async def _abort(self, request: web.Request, fields: RequestFields) -> web.Response:
     rid, everything = fields.text("rid"), fields.boolean("abort_all")
     fields.finish({})
     if everything:
@@ -333,8 +320,7 @@ class CompletionServer:
       self._completions.abort(self._jobs[rid])
     return web.Response()
 
-  async def _update_from_disk(self, request: web.Request) -> web.Response:
-    fields = await self._fields(request)
+  async def _update_from_disk(self, request: web.Request, fields: RequestFields) -> web.Response:
     path, label = fields.text("model_path"), fields.text("weight_version", max_chars=200)
     abort = fields.boolean("abort_all_requests")
     fields.finish({"load_format": ("auto", "safetensors"), "flush_cache": (True, False)})
@@ -344,8 +330,7 @@ class CompletionServer:
       return web.json_response({"success": False, "message": str(error)}, status=error.status)
     return web.json_response({"success": True, "message": "Succeeded.", "num_paused_requests": aborted})
 
-  async def _collective_rpc(self, request: web.Request) -> web.Response:
-    fields = await self._fields(request)
+  async def _collective_rpc(self, request: web.Request, fields: RequestFields) -> web.Response:
     method, kwargs = fields.text("method"), fields.nested("kwargs")
     if method != "reload_weights":
       raise BadRequestError(f"method must be reload_weights; received {method}.", field="method")
@@ -355,30 +340,16 @@ class CompletionServer:
     await self._update(path, "kwargs.weights_path", None, abort=False)
     return web.json_response({"results": [None]})
 
-  async def _rename(self, request: web.Request) -> web.Response:
-    fields = await self._fields(request)
+  async def _rename(self, request: web.Request, fields: RequestFields) -> web.Response:
     label = fields.text("new_version", max_chars=200)
     fields.finish({})
     if label is None:
       raise BadRequestError("new_version is required.", field="new_version")
-    self._completions.label = label
+    await self._updates.rename(label)
     return web.json_response({"success": True, "new_version": label})
 
   async def _update(self, path: str | None, field: str, label: str | None, *, abort: bool) -> int:
-    """Loads weights while completions go on, then swaps when none runs; returns how many were aborted for it."""
-    folder = self._folder(path, field)
-    async with self._updating:
-      try:
-        params = await asyncio.to_thread(self._load, folder)
-      except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
-        raise BadRequestError(f"{field} {folder} cannot be loaded: {error!r}", field=field) from error
-      self._completions.paused = True
-      try:
-        aborted = await self._drain(abort=abort)
-        await asyncio.to_thread(self._completions.update, params, label or self._completions.label)
-      finally:
-        self._completions.paused = self._pause_wanted  # someone may have asked for it meanwhile
-      return aborted
+    return await self._updates.update(self._folder(path, field), field, label, abort=abort)
 
   def _folder(self, path: str | None, field: str) -> pathlib.Path:
     root = self._config.weights_root
@@ -394,11 +365,24 @@ class CompletionServer:
     return folder
 
 
-def _is_loopback(host: str) -> bool:
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return host == "localhost"
+def _without_fields(handler: Handler, admission: Admission) -> Handler:
+  """A GET, which has no body to speak of."""
+
+  async def handle(request: web.Request) -> web.StreamResponse:
+    async with admission.admit(request):
+      return await handler(request)
+
+  return handle
+
+
+def _with_fields(handler: FieldsHandler, admission: Admission) -> Handler:
+  """A POST, with the fields of its body."""
+
+  async def handle(request: web.Request) -> web.StreamResponse:
+    async with admission.admit(request) as body:
+      return await handler(request, RequestFields(body))
+
+  return handle
 
 
 @web.middleware
@@ -406,13 +390,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
   """Every refusal is JSON that names what is wrong; what is wrong here is logged, and not shown."""
   field: str | None = None
   try:
-    if "Origin" in request.headers:
-      raise BadRequestError("requests of web pages are refused (they have an Origin).", status=403)
     return await handler(request)
   except BadRequestError as error:
     status, message, field = error.status, str(error), error.field
-  except web.HTTPRequestEntityTooLarge as error:
-    status, message = 413, f"the body is too large: {error.text}"
   except web.HTTPException as error:
     status, message = error.status, f"{request.method} {request.path}: {error.reason}"
   except Exception as error:  # noqa: BLE001 (logged; one request must not end the server)

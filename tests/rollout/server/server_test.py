@@ -192,8 +192,8 @@ def test_a_client_that_leaves_frees_its_slot(endless):
   body = json.dumps({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 250}}).encode()
   for _ in range(12):  # more than the server takes at once
     with socket.create_connection((parts.hostname, parts.port), timeout=LONG_S) as connection:
-      head = ["POST /generate HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
-      connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
+      head = ["POST /generate HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
+      connection.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
   until(lambda: sglang(endless, max_new_tokens=2)[0] == 200)
 
 
@@ -250,6 +250,9 @@ class Busy:
 
   def update(self, params, label):
     assert self.paused and not self.running
+
+  def check(self):
+    pass
 
   def __enter__(self):
     return self
@@ -396,6 +399,99 @@ def test_too_many_at_once_are_turned_away_but_control_is_not():
     assert [x.result(LONG_S)[0] for x in asked if x not in done] == [200] * 8
 
 
+CONTROL = {
+  "/pause": {}, "/resume": {}, "/collective_rpc": {"method": "reload_weights"}, "/pause_generation": {},
+  "/update_weight_version": {"new_version": "a"}, "/continue_generation": {}, "/abort_request": {"rid": "a"},
+  "/update_weights_from_disk": {"model_path": "v0"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [*CONTROL, "/health", "/v1/models", "/model_info", "/weight_info"])
+def test_all_but_completions_take_small_bodies_only(url, path):
+  """The fixture's limit for completions is 20,000 bytes; that for the rest is never larger."""
+  fields, method = CONTROL.get(path, {}), "POST" if path in CONTROL else "GET"
+  padded = json.dumps(fields).encode() + b" " * 20_000
+  status, answer = call(f"{url}{path}", padded, method=method)
+  assert status == 413 and "too large: at most 20000 bytes are allowed at this path" in answer["error"]["message"]
+  parts = urllib.parse.urlsplit(url)
+  with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=LONG_S)) as connection:
+    headers = {"Content-Type": "application/json"}
+    connection.request(method, path, iter([b" " * 15_000] * 2), headers, encode_chunked=True)  # of unknown length
+    assert connection.getresponse().status == 413
+  assert sglang(url, max_new_tokens=2)[0] == 200  # neither paused nor changed
+
+
+def test_the_limit_for_control_does_not_depend_on_that_for_completions():
+  with serving(max_body_bytes=10**6, max_control_body_bytes=1000) as url:
+    body = {"prompt": PROMPT, "request_id": "a" * 2000}
+    assert call(f"{url}/v1/completions", body)[0] == 200
+    assert call(f"{url}/abort_request", {"rid": "a" * 2000})[0] == 413
+    assert call(f"{url}/abort_request", {"rid": "a" * 900})[0] == 200
+
+
+def test_control_requests_are_limited_in_number_and_leave_completions_alone():
+  busy = Busy()
+  with (
+    serving(completions=busy, max_requests=4) as url,
+    concurrent.futures.ThreadPoolExecutor(9) as pool,
+  ):
+    asked = [pool.submit(call, f"{url}/pause?mode=wait", {}) for _ in range(9)]
+    until(lambda: sum(x.done() for x in asked) >= 5)
+    refused = [x.result() for x in asked if x.done()]
+    assert [status for status, _ in refused] == [503] * 5
+    assert "4 requests are running already; try again" in refused[0][1]["error"]["message"]
+    assert call(f"{url}/health")[0] == 503
+    assert call(f"{url}/generate", {})[1]["error"]["message"] == "input_ids is required."  # past the door
+    busy.running = 0
+    assert sorted(x.result(LONG_S)[0] for x in asked) == [200] * 4 + [503] * 5
+    assert call(f"{url}/health") == (200, None)
+
+
+def raw(url, head, body=b"{}"):
+  """Status and text of the answer to a request whose head is written out, host and all."""
+  parts = urllib.parse.urlsplit(url)
+  lines = [*head, "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close", "", ""]
+  with socket.create_connection((parts.hostname, parts.port), timeout=LONG_S) as connection:
+    connection.sendall("\r\n".join(lines).encode() + body)
+    answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+  return int(answer.split(" ")[1]), answer
+
+
+def test_a_page_whose_name_was_pointed_here_is_refused_everywhere(url):
+  port = urllib.parse.urlsplit(url).port
+  posts = [*CONTROL, "/v1/completions", "/generate", "/nowhere"]
+  for path in [*posts, "/health", "/model_info"]:
+    method = "POST" if path in posts else "GET"
+    status, answer = raw(url, [f"{method} {path} HTTP/1.1", f"Host: rebound.example:{port}"])
+    assert status == 403 and f"ServerConfig.allowed_hosts; received rebound.example:{port}" in answer, path
+  assert call(f"{url}/model_info")[1]["weight_version"] == "default"
+
+
+def test_hosts_over_http(url):
+  port = urllib.parse.urlsplit(url).port
+  for host in (f"localhost:{port}", f"LOCALHOST.:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
+    assert raw(url, ["GET /health HTTP/1.1", f"Host: {host}"])[0] == 200, host
+  for host in ("localhost", f"localhost:{port + 1}", f"a@localhost:{port}", f"127.1:{port}", ""):
+    assert raw(url, ["GET /health HTTP/1.1", f"Host: {host}"])[0] == 403, host
+  status, answer = raw(url, ["GET /health HTTP/1.0"])
+  assert status == 403 and "received none" in answer
+  assert raw(url, ["GET /health HTTP/1.1"])[0] in (400, 403)
+  two = [f"Host: localhost:{port}", "Host: rebound.example"]
+  assert raw(url, ["GET /health HTTP/1.1", *two])[0] in (400, 403)  # HTTP's parser may be first
+  status, _ = raw(url, [f"GET http://rebound.example:{port}/health HTTP/1.1", f"Host: localhost:{port}"])
+  assert status == 400
+  # A forwarded name neither helps nor harms.
+  assert raw(url, ["GET /health HTTP/1.1", f"Host: localhost:{port}", "X-Forwarded-Host: rebound.example"])[0] == 200
+  assert raw(url, ["GET /health HTTP/1.1", "Host: rebound.example", f"X-Forwarded-Host: localhost:{port}"])[0] == 403
+
+
+def test_a_proxys_name_can_be_allowed():
+  with serving(allowed_hosts=("model.example",)) as url:
+    assert raw(url, ["GET /health HTTP/1.1", "Host: Model.example"])[0] == 200
+    assert raw(url, ["GET /health HTTP/1.1", "Host: rebound.example"])[0] == 403
+    assert call(f"{url}/health") == (200, None)
+
+
 def test_a_body_that_does_not_arrive_ends():
   with serving(body_timeout_s=1.0) as url:
     parts = urllib.parse.urlsplit(url)
@@ -435,7 +531,8 @@ def test_a_connection_on_which_no_request_arrives_is_closed(head):
 def test_loopback_by_default_and_bad_settings(url, tmp_path):
   assert ServerConfig().host == "127.0.0.1"
   assert urllib.parse.urlsplit(url).hostname == "127.0.0.1"
-  for changes in ({"port": -1}, {"max_body_bytes": 0}, {"max_requests": 0}, {"weights_root": tmp_path / "none"}):
+  limits = ("max_body_bytes", "max_control_body_bytes", "max_requests", "body_timeout_s")
+  for changes in ({"port": -1}, *({name: 0} for name in limits), {"weights_root": tmp_path / "none"}):
     with pytest.raises(ValueError, match="received"):
       ServerConfig(**changes)
 
