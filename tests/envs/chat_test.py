@@ -16,7 +16,7 @@ class PlainChat:
   def prompt(self, messages, tools=()):
     return f"{[m['content'] for m in messages]} {[t['function']['name'] for t in tools]}>"
 
-  def between(self, messages, *, ended_with):
+  def between(self, messages, *, ended_with, tools=()):
     return f"{[(m['role'], m['content']) for m in messages]} after {ended_with}>"
 
   def parse(self, action, tools=()):
