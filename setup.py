@@ -20,7 +20,7 @@ def read_version() -> str:
 
 
 CLUSTER = ["ray>=2.50"]
-HF = ["jinja2>=3.1", "tokenizers>=0.21"]
+HF = ["jinja2>=3.1.6", "tokenizers>=0.21"]
 SERVE = ["aiohttp>=3.10"]
 TEST = [
   *CLUSTER,

@@ -51,7 +51,9 @@ class ChatFormat(Protocol):
 
   def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str: ...
 
-  def between(self, messages: Sequence[Mapping[str, Any]], *, ended_with: str) -> str: ...
+  def between(
+    self, messages: Sequence[Mapping[str, Any]], *, ended_with: str, tools: Sequence[Mapping[str, Any]] = ()
+  ) -> str: ...
 
   def parse(self, action: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed: ...
 
@@ -101,12 +103,12 @@ class ChatEnv(base.Environment):
     self._stack = contextlib.ExitStack()
     self._session: base.ToolSession | None = None
     self._question: Question | None = None
-    self._turns = self._calls = self._errors = 0
+    self._turns = self._calls = self._errors = self._results = 0
 
   def reset(self, task_index: int) -> str:
     self._end_episode()
     self._question = self._make_question(task_index)
-    self._turns = self._calls = self._errors = 0
+    self._turns = self._calls = self._errors = self._results = 0
     return self._chat.prompt(self._question.messages, self._tools)
 
   def step(self, action: str) -> base.Step:
@@ -120,14 +122,18 @@ class ChatEnv(base.Environment):
       return self._done(0.0, truncated=True)
     if parsed.error is not None:
       self._errors += 1
-      results = [parsed.error]
+      messages = [self._result(PYTHON_TOOL["function"]["name"], parsed.error)]
     else:
-      results = [self._run(call) for call in parsed.calls]
-    messages = [{"role": "tool", "content": text} for text in results]
-    return base.Step(observation=self._chat.between(messages, ended_with=action))
+      messages = [self._result(call.name, self._run(call)) for call in parsed.calls]
+    return base.Step(observation=self._chat.between(messages, ended_with=action, tools=self._tools))
 
   def close(self) -> None:
     self._end_episode()
+
+  def _result(self, name: str, text: str) -> dict[str, str]:
+    self._results += 1
+    # Nine letters and digits: the only form of id that Mistral's templates accept.
+    return {"role": "tool", "name": name, "tool_call_id": f"call{self._results:05d}", "content": text}
 
   def _run(self, call: Call) -> str:
     code = call.arguments.get("code")

@@ -23,7 +23,8 @@ class Chat:
   style: Style | None = None
   """How actions call tools; None: the template teaches no calls, and an action is all content."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Switches of the template, for every rendering: `{"enable_thinking": False}`."""
+  """Switches of the template, for every rendering: `{"enable_thinking": False}`. For templates that tell the date it is
+  always 26 July 2024; those that read it as a switch (Llama's `date_string`) can be told another."""
 
   @classmethod
   def load(cls, checkpoint: str | pathlib.Path, **options: Any) -> Chat:
@@ -51,9 +52,15 @@ class Chat:
       raise ValueError("the checkpoint's chat template teaches no tool calls; offer it no tools.")
     return self.template.render(messages, tools=list(tools) or None, **self.options)
 
-  def between(self, messages: Sequence[Message], *, ended_with: str) -> str:
-    """What follows an action, up to the next one; see `ChatTemplate.between`."""
-    return self.template.between(messages, ended_with=ended_with, **self.options)
+  def between(self, messages: Sequence[Message], *, ended_with: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The text from an action's end up to the next action, `messages` in between; see `ChatTemplate.between`.
+
+    Args:
+      messages: tool results, or the user's words.
+      ended_with: text of the action.
+      tools: those of the episode's `prompt`.
+    """
+    return self.template.between(messages, ended_with=ended_with, tools=list(tools) or None, **self.options)
 
   def parse(self, action: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAction:
     """Takes an action apart; see `tool_calls.parse`. Without tools nothing is a call."""

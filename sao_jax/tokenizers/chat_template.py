@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import datetime
-import json
+import contextlib
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from sao_jax.tokenizers import quoting
 from sao_jax.tokenizers.hf_tokenizer import token_text
 from sao_jax.utils import untrusted_files
 from sao_jax.utils.extras import needed
+from sao_jax.utils import untrusted_files as foreign
+from sao_jax.tokenizers.template_renderer import RefusedError, TemplateRenderer
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, with `tool_calls` and what else the template reads."""
 
 _ACTION = "f5b1c09d"
 """Stands for an action whose surroundings are looked for; no template changes or contains it."""
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+_PLAIN_ACTION: Mapping[str, Any] = {"role": "assistant", "content": _ACTION}
+_USER: Mapping[str, Any] = {"role": "user", "content": "."}
+_RESULT: Mapping[str, Any] = {"role": "tool", "name": "x", "tool_call_id": "call00000", "content": "."}
+_TOOL: Mapping[str, Any] = {
+  "type": "function",
+  "function": {"name": "x", "description": "x", "parameters": {"type": "object", "properties": {}, "required": []}},
+}
 
 
 class ChatTemplate:
@@ -27,51 +36,61 @@ class ChatTemplate:
   `HFTokenizer` encodes them as plain text. Sampled actions never pass through here, so they are never re-encoded: a
   conversation goes on with `between`, which gives only the new text.
 
+  A template is an untrusted file. It is compiled and rendered in a process with limits of time, memory and output (see
+  `template_renderer`), and tried on short conversations at once. `strftime_now` gives 26 July 2024 on every day.
+
   Args:
-    source: the template.
+    source: the template; or templates by name, as in transformers: "tool_use" is for renderings with tools, "default"
+      for all others, and for those with tools where there is no "tool_use". Other names are not read.
     stop_tokens: tokens that end an action.
     control_tokens: what contents must not forge; `HFTokenizer.control_tokens`.
     variables: what else the template may read: `bos_token`, `eos_token`, ...
 
   Raises:
-    ValueError: jinja2 cannot read the template.
+    ValueError: jinja2 cannot read a template, it meets a limit on a short conversation, or no template has one of the
+      two names.
   """
 
   def __init__(
     self,
-    source: str,
+    source: str | Mapping[str, str],
     *,
     stop_tokens: Sequence[str],
     control_tokens: Sequence[str],
     variables: Mapping[str, Any] | None = None,
   ):
-    with needed("hf"):
-      import jinja2
-
-    self.source = source
+    named = {_DEFAULT: source} if isinstance(source, str) else source
+    self._named = {name: named[name] for name in (_DEFAULT, _TOOL_USE) if name in named}
+    if not self._named:
+      raise ValueError(f"named chat templates must include 'default' or 'tool_use'; received {sorted(named)!r:.200}.")
     self._stop_tokens = tuple(stop_tokens)
     self._control_tokens = tuple(control_tokens)
     self._variables = dict(variables or {})
-    try:
-      self._template = _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-      raise ValueError(f"the chat template is not valid jinja2, line {error.lineno}: {error.message}") from error
-    except RecursionError as error:
-      raise ValueError("the chat template is too deeply nested.") from error
+    self._renderer = TemplateRenderer(self._named)
+    self._try()
+    self._turn_ends = self._find_turn_ends()
+
+  @property
+  def source(self) -> str:
+    """The template for renderings with tools, which also teaches the form of tool calls."""
+    return self._named[self._name(with_tools=True)]
 
   @classmethod
   def load(
     cls, directory: str | pathlib.Path, *, stop_tokens: Sequence[str], control_tokens: Sequence[str]
   ) -> ChatTemplate:
-    """Reads `chat_template.jinja`, or the `chat_template` of `tokenizer_config.json`, of a checkpoint directory.
+    """Reads the templates of a checkpoint directory where transformers finds them.
 
-    Of several named templates the one called `tool_use` is taken where there is one, else `default`.
+    These are `chat_template.jinja` ("default") and `additional_chat_templates/NAME.jinja`; where there are none of
+    these files, the `chat_template` of `tokenizer_config.json`: one template, or a list of named ones.
 
     Raises:
-      FileNotFoundError: the directory holds neither.
+      FileNotFoundError: the directory holds none.
+      ValueError: a file that cannot be read as what it should be; and see the class.
     """
     directory = pathlib.Path(directory)
     path = directory / "tokenizer_config.json"
+<<<<<<< ours
     settings = untrusted_files.read_object_if_there(path)
     own_file = directory / "chat_template.jinja"
     found = untrusted_files.read_text(own_file) if own_file.exists() else settings.get("chat_template")
@@ -83,14 +102,17 @@ class ChatTemplate:
       }
       found = named.get("tool_use", named.get("default"))
     if found is None:
+=======
+    settings = foreign.read_object_if_there(path)
+    found = _template_files(directory)
+    where = directory if found else path
+    source = found or settings.get("chat_template")
+    if source is None:
+>>>>>>> theirs
       raise FileNotFoundError(f"{directory} holds no chat template: no chat_template.jinja, none in {path.name}.")
-    where = own_file if own_file.exists() else path
-    if not isinstance(found, str):
-      raise ValueError(f"{where}: chat_template must be text; received {type(found).__name__}.")
-    tokens = {key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str | dict)}
-    variables = {key: token_text(path, key, value) for key, value in tokens.items()}
+    variables = _special_tokens(directory, settings)
     try:
-      return cls(found, stop_tokens=stop_tokens, control_tokens=control_tokens, variables=variables)
+      return cls(_checked(source), stop_tokens=stop_tokens, control_tokens=control_tokens, variables=variables)
     except ValueError as error:
       raise ValueError(f"{where}: {error}") from error
 
@@ -105,85 +127,184 @@ class ChatTemplate:
     """The conversation as text, ending where the next action begins.
 
     Args:
-      messages: the conversation.
+      messages: the conversation. A key whose value is None counts as missing, as in transformers.
       tools: functions on offer, as JSON schemas in the form of the OpenAI API.
       add_generation_prompt: False ends after the last message.
       **options: switches of the template, such as `enable_thinking`.
 
     Raises:
-      ValueError: the template refuses the messages.
+      ValueError: the template refuses the messages, or meets a limit.
     """
-    import jinja2
+    values = {
+      **self._variables,
+      **options,
+      "messages": [self._quoted(message) for message in messages],
+      "tools": None if tools is None else list(tools),
+      "documents": None,
+      "add_generation_prompt": add_generation_prompt,
+    }
+    return self._renderer.render(self._name(with_tools=tools is not None), values)
 
-    quoted = [self._quoted(message) for message in messages]
-    try:
-      return self._template.render(
-        messages=quoted,
-        tools=None if tools is None else [dict(tool) for tool in tools],
-        add_generation_prompt=add_generation_prompt,
-        **self._variables,
-        **options,
-      )
-    except jinja2.TemplateError as error:
-      raise ValueError(f"the chat template refuses the messages: {error}") from error
-    except Exception as error:  # its code is a program: it divides by zero, recurses without end, ...
-      raise ValueError(f"the chat template fails: {error!r:.500}") from error
-
-  def _quoted(self, message: Message) -> dict[str, Any]:
-    if message["role"] == "assistant":
-      return dict(message)
-    said = {key: quoting.quote(value, self._control_tokens) for key, value in message.items()}
-    return {**said, "role": message["role"]}
-
-  def between(self, messages: Sequence[Message], *, ended_with: str, **options: Any) -> str:
+  def between(
+    self,
+    messages: Sequence[Message],
+    *,
+    ended_with: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **options: Any,
+  ) -> str:
     """The text from the end of an action to the beginning of the next, with `messages` in between.
 
     Args:
-      messages: what the environment says: tool results (`{"role": "tool", "content": ...}`) or the user's words.
-      ended_with: text of the action: where it ends with the very stop token that the template writes at this place,
-        that token is not written again.
+      messages: the environment's words: tool results (`{"role": "tool", "content": ..., "name": ...,
+        "tool_call_id": ...}`) or the user's.
+      ended_with: text of the action. Where it ends with a stop token, the template's own token for the end of a turn is
+        not written again, whichever it is. A token that begins the next turn is left out only where the action ends
+        with that very one.
+      tools: as for `render`.
       **options: as for `render`.
 
     Raises:
-      ValueError: the template refuses the messages, or does not write an assistant's content as it is.
+      ValueError: the template refuses the messages, meets a limit, or does not write an assistant's content as it is.
     """
-    action = {"role": "assistant", "content": _ACTION}
-    text = self.render([{"role": "user", "content": "."}, action, *messages], **options)
+    options = {"tools": tools, **options}
+    ended = next((token for token in self._stop_tokens if ended_with.endswith(token)), "")
+    refusals = []
+    for action in _actions(messages):
+      try:
+        return self._after(action, messages, ended=ended, options=options)
+      except RefusedError as error:  # Another form of the action may be accepted.
+        refusals.append(error)
+    raise refusals[-1]
+
+  def _after(self, action: Message, messages: Sequence[Message], *, ended: str, options: Mapping[str, Any]) -> str:
+    """`between` for one form of the action; `ended` is the stop token that it ends with, if any."""
+    rest = self._rest(action, messages, options)
+    is_call = "tool_calls" in action
+    if not is_call and not ended:
+      return rest
+    # A token ends the turn if it stands there too where nothing follows, or something else.
+    alone = self._rest_if_accepted(action, [], {**options, "add_generation_prompt": False})
+    other = self._rest_if_accepted(action, [_RESULT if messages and messages[0]["role"] == "user" else _USER], options)
+    for text in (alone, other):
+      closing = _common_prefix(rest, text or "")
+      found = [(closing.index(token), token) for token in self._turn_ends if token in closing]
+      if found:
+        place, token = min(found)
+        return rest[place + len(token) :] if ended else rest[place:]
+    # Nothing ends the turn but the token that begins the next one.
+    if is_call:
+      if alone is None or not rest.startswith(alone):
+        raise RefusedError("the chat template must end tool calls with a stop token, or turns cannot be told.")
+      rest = rest[len(alone) :]
+    return rest.lstrip().removeprefix(ended) if ended and rest.lstrip().startswith(ended) else rest
+
+  def _rest(self, action: Message, following: Sequence[Message], options: Mapping[str, Any]) -> str:
+    """What the template writes after an action, or after the arguments of its last call."""
+    text = self.render([_USER, action, *following], **options)
     before, found, rest = text.rpartition(_ACTION)
-    if not found or _ACTION in before:
-      raise ValueError("the chat template must write an assistant's content exactly once, or turns cannot be told.")
-    for token in self._stop_tokens:
-      if rest.startswith(token) and ended_with.endswith(token):
-        return rest[len(token) :]
+    if not found or ("tool_calls" not in action and _ACTION in before):
+      raise RefusedError("the chat template must write an assistant's content exactly once, or turns cannot be told.")
     return rest
 
+  def _rest_if_accepted(self, action: Message, following: Sequence[Message], options: Mapping[str, Any]) -> str | None:
+    try:
+      return self._rest(action, following, options)
+    except RefusedError:
+      return None
 
-def _environment() -> Any:
-  """What templates of checkpoints are written for: sandboxed, with the functions and filters that they call."""
-  import jinja2.ext
-  import jinja2.sandbox
+  def _quoted(self, message: Message) -> dict[str, Any]:
+    given = {key: value for key, value in message.items() if value is not None}
+    if message["role"] == "assistant":
+      return given
+    said = {key: quoting.quote(value, self._control_tokens) for key, value in given.items()}
+    return {**said, "role": message["role"]}
 
-  def refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
+  def _name(self, *, with_tools: bool) -> str:
+    name = _TOOL_USE if with_tools and _TOOL_USE in self._named else _DEFAULT
+    if name not in self._named:
+      raise ValueError("the chat template for conversations without tools, 'default', is missing; there is 'tool_use'.")
+    return name
 
-  def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+  def _try(self) -> None:
+    """Renders short conversations; only limits that they meet are errors."""
+    for tools in (None, [_TOOL]):
+      if tools is None and _DEFAULT not in self._named:
+        continue
+      for action in (None, *_actions([_RESULT])):
+        messages = [_USER] if action is None else [_USER, action, _RESULT]
+        with contextlib.suppress(RefusedError):  # It may accept others, and says so then.
+          self.render(messages, tools=tools)
 
-  def now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+  def _find_turn_ends(self) -> tuple[str, ...]:
+    """The stop tokens, and the control token that ends the template's turns where that is none of them."""
+    options = {"tools": None if _DEFAULT in self._named else [_TOOL], "add_generation_prompt": False}
+    rest = (self._rest_if_accepted(_PLAIN_ACTION, [], options) or "").lstrip()
+    own = [] if any(token in rest for token in self._stop_tokens) else self._control_tokens
+    return (*self._stop_tokens, *sorted((token for token in own if rest.startswith(token)), key=len)[-1:])
 
-  class Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}` around an assistant's words: here they are just its words."""
 
-    tags = {"generation"}  # noqa: RUF012 (the base class declares a plain set)
+def _common_prefix(a: str, b: str) -> str:
+  length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+  return a[:length]
 
-    def parse(self, parser: Any) -> Any:
-      next(parser.stream)
-      return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
-  )
-  environment.filters["tojson"] = to_json
-  environment.globals.update(raise_exception=refuse, strftime_now=now)
-  return environment
+def _actions(messages: Sequence[Message]) -> Iterator[Message]:
+  """Yields forms in which a template may accept the action before `messages`.
+
+  Where those are tool results, the action is their calls, with arguments as an object or as JSON text: some templates
+  look for the calls that results belong to. Others do not write calls; for them the action is text.
+  """
+  results = [message for message in messages if message["role"] == "tool"]
+  arguments: tuple[Any, ...] = ({"x": _ACTION}, f'{{"x": "{_ACTION}"}}')
+  for value in arguments if results else ():
+    calls = [
+      {
+        "id": result.get("tool_call_id", _RESULT["tool_call_id"]),
+        "type": "function",
+        "function": {"name": result.get("name", _RESULT["name"]), "arguments": value},
+      }
+      for result in results
+    ]
+    yield {"role": "assistant", "content": "", "tool_calls": calls}
+  yield _PLAIN_ACTION
+
+
+def _template_files(directory: pathlib.Path) -> dict[str, str]:
+  """The templates that lie in files of their own; of names that are not read, the text is empty."""
+  paths = {path.name.removesuffix(".jinja"): path for path in directory.glob("additional_chat_templates/*.jinja")}
+  own = directory / "chat_template.jinja"
+  if own.exists():
+    paths.setdefault(_DEFAULT, own)
+  return {name: foreign.read_text(path) if name in (_DEFAULT, _TOOL_USE) else "" for name, path in paths.items()}
+
+
+def _checked(found: Any) -> str | dict[str, str]:
+  """A template, or templates by name, as the `chat_template` of `tokenizer_config.json` gives them."""
+  if isinstance(found, list):
+    if not all(isinstance(x, dict) and isinstance(x.get("name"), str) and "template" in x for x in found):
+      raise ValueError(f"the list chat_template must hold objects with a name and a template; received {found!r:.200}.")
+    found = {entry["name"]: entry["template"] for entry in found}
+  for text in found.values() if isinstance(found, dict) else [found]:
+    if not isinstance(text, str):
+      raise ValueError(f"chat_template must be text; received {type(text).__name__}.")
+  return found
+
+
+def _special_tokens(directory: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
+  """The tokens that templates read by name, such as `bos_token`.
+
+  Old checkpoints name them in `special_tokens_map.json`, which transformers reads where `tokenizer_config.json` has no
+  `added_tokens_decoder`.
+  """
+  tokens: dict[str, str] = {}
+  path = directory / "tokenizer_config.json"
+  old = directory / "special_tokens_map.json"
+  named = [(path, settings)]
+  if "added_tokens_decoder" not in settings:
+    named.append((old, foreign.read_object_if_there(old)))
+  for where, found in named:
+    for key, value in found.items():
+      if key.endswith("_token") and isinstance(value, str | dict):
+        tokens[key] = token_text(where, key, value)
+  return tokens

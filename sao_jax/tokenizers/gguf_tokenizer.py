@@ -57,7 +57,9 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
 
   stop = token("tokenizer.ggml.eos_token_id")
   variables = {"eos_token": stop, "bos_token": token("tokenizer.ggml.bos_token_id")}
-  source = get("tokenizer.chat_template")
+  source = {"default": get("tokenizer.chat_template")}
+  if "tokenizer.chat_template.tool_use" in fields:
+    source["tool_use"] = get("tokenizer.chat_template.tool_use")
   try:
     tokenizer = HFTokenizer(_serialize(tokens, merges, kinds, split), stop_tokens=[stop])
     template = ChatTemplate(source, stop_tokens=[stop], control_tokens=tokenizer.control_tokens, variables=variables)

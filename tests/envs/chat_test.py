@@ -1,4 +1,4 @@
-"""The chat environment with real templates and a real interpreter's stand-in, in each style of tool calls."""
+"""The chat environment with stand-ins for the template and the interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PlainChat:
   def prompt(self, messages, tools=()):
     return f"{[m['content'] for m in messages]} {[t['function']['name'] for t in tools]}>"
 
-  def between(self, messages, *, ended_with):
+  def between(self, messages, *, ended_with, tools=()):
     return f"{[(m['role'], m['content']) for m in messages]} after {ended_with}>"
 
   def parse(self, action, tools=()):
@@ -69,6 +69,25 @@ def test_calls_then_an_answer():
   assert step.done and step.reward == 0.5 and not step.truncated and step.observation == ""
   assert step.info == {"success": False, "turns": 3, "tool_calls": 3, "tool_errors": 0}
   assert (tool.opened, tool.closed) == (1, 1)
+
+
+def test_results_carry_names_and_ids_and_every_rendering_the_tools():
+  """Templates may demand all of them; ids of nine letters and digits are good enough for every one."""
+  seen = []
+
+  class Chat(PlainChat):
+    def between(self, messages, *, ended_with, tools=()):
+      seen.append(([(m["name"], m["tool_call_id"]) for m in messages], tools))
+      return super().between(messages, ended_with=ended_with, tools=tools)
+
+  env = ChatEnv(Chat(), question, Recorder(), max_turns=9)
+  for _ in range(2):  # ids begin anew with each episode
+    env.reset(0)
+    env.step("!1!2")
+    env.step("!!")
+    env.step("odd")
+  ids = [[("python", "call00001"), ("python", "call00002")], [("python", "call00003")], [("python", "call00004")]]
+  assert seen == [(found, (PYTHON_TOOL,)) for found in ids * 2]
 
 
 def test_threshold_decides_success():

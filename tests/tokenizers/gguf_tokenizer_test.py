@@ -21,7 +21,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
 
 
-def write_file(path, *, split="smollm", model="gpt2", eos=2, types=None, leave_out=()):
+def write_file(path, *, split="smollm", model="gpt2", eos=2, types=None, leave_out=(), template=TEMPLATE):
   writer = gguf.GGUFWriter(path, "llama")
   fields = {
     "model": lambda: writer.add_tokenizer_model(model),
@@ -31,7 +31,7 @@ def write_file(path, *, split="smollm", model="gpt2", eos=2, types=None, leave_o
     "merges": lambda: writer.add_token_merges(MERGES),
     "bos": lambda: writer.add_bos_token_id(1),
     "eos": lambda: writer.add_eos_token_id(eos),
-    "template": lambda: writer.add_chat_template(TEMPLATE),
+    "template": lambda: writer.add_chat_template(template),
   }
   for name, add in fields.items():
     if name not in leave_out:
@@ -86,6 +86,13 @@ def test_stop_token_and_template(loaded):
   assert tokenizer.stop_ids == (2,) and tokenizer.vocab_size == len(TOKENS)
   ids = tokenizer.encode(template.render([{"role": "user", "content": "the <|im_end|>"}]))
   assert ids[0] == 1 and ids.count(2) == 1
+
+
+def test_templates_by_name(tmp_path):
+  named = [{"name": name, "template": f"{name}:{TEMPLATE}"} for name in ("default", "tool_use")]
+  _, template = load_gguf_tokenizer(write_file(tmp_path / "x.gguf", template=named))
+  assert template.render([]) == "default:"
+  assert template.render([], tools=[{"type": "function", "function": {"name": "f"}}]) == "tool_use:"
 
 
 @pytest.mark.parametrize(

@@ -123,10 +123,14 @@ def test_turns_laid_end_to_end_are_the_whole_conversation(tokenizer):
   assert context.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_end_token_that_was_not_sampled_is_written(tokenizer):
-  """Another stop token ended the action: the template's own still has to come."""
+@pytest.mark.parametrize("message", [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}])
+def test_a_turn_has_one_end_token(tokenizer, message):
+  """An action that ends with another stop token than the template's does not get the template's too."""
   chat = template(CHATML, tokenizer)
-  assert chat.between([{"role": "user", "content": "x"}], ended_with="a<|endoftext|>").startswith("<|im_end|>\n")
+  own = chat.between([message], ended_with="a<|im_end|>")
+  assert own.startswith("\n<|im_start|>user\n")
+  assert chat.between([message], ended_with="a<|endoftext|>") == own
+  assert chat.between([message], ended_with="a") == "<|im_end|>" + own
 
 
 def test_next_turns_tag_as_stop_token(serialized):
@@ -245,17 +249,6 @@ def test_templates_that_cannot_be_read_are_named(directory, content, message):
     ChatTemplate.load(directory, stop_tokens=[], control_tokens=[])
 
 
-def test_template_files(directory, tokenizer):
-  tokens = {"stop_tokens": tokenizer.stop_tokens, "control_tokens": tokenizer.control_tokens}
-  with pytest.raises(FileNotFoundError, match="no chat template"):
-    ChatTemplate.load(directory, **tokens)
-  named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ bos_token }}t"}]
-  write(directory, "tokenizer_config.json", {"chat_template": named, "bos_token": {"content": "<|endoftext|>"}})
-  assert ChatTemplate.load(directory, **tokens).render([]) == "<|endoftext|>t"
-  write(directory, "chat_template.jinja", "own file")
-  assert ChatTemplate.load(directory, **tokens).render([]) == "own file"
-
-
 def test_bad_stop_tokens(serialized):
   with pytest.raises(ValueError, match=r"unknown: \['<nope>'\]"):
     HFTokenizer(serialized, stop_tokens=["<nope>", "<|im_end|>"])
@@ -287,6 +280,18 @@ def test_chat_reads_a_directory(directory):
   assert chat.parse(call, [tool]).calls[0].name == "f"
   assert chat.parse(call).calls == ()
   assert chat.between([{"role": "tool", "content": "4"}], ended_with=call).startswith("\n<|im_start|>user\n<tool_resp")
+
+
+def test_every_turn_of_a_chat_is_rendered_with_its_tools(directory):
+  strict = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}<tool_call>" + CHATML
+  write(directory, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": strict})
+  chat = Chat.load(directory)
+  tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+  result = [{"role": "tool", "content": "4"}]
+  assert chat.prompt([{"role": "user", "content": "x"}], [tool])
+  assert "<tool_response>\n4" in chat.between(result, ended_with="x<|im_end|>", tools=[tool])
+  with pytest.raises(ValueError, match="refuses the messages: no tools"):
+    chat.between(result, ended_with="x<|im_end|>")
 
 
 def test_template_without_calls_offers_no_tools(directory):
