@@ -12,6 +12,14 @@ Style = Literal["json_tags", "xml", "key_values", "json"]
 
 _END_OF_THOUGHT = "</think>"
 _PYTHON_TAG = "<|python_tag|>"
+SIGN = re.compile(
+  r"""(?P<mention>(["'`])<[^<>\n"'`]{1,60}>\2)"""
+  r"""|(?P<tag></?(?:think|tool_call|arg_key|arg_value)>|<(?:function|parameter)=|</(?:function|parameter)>"""
+  r"""|<\|python_tag\|>)"""
+  r"""|(?P<object>\{\s*")"""
+  r"""|(?P<fragment>["']?\bname["']?\s*:\s*["'][^"'\\\n]*["']\s*,\s*["']?(?:arguments|parameters)["']?\s*:)"""
+)
+"""The next place to look at outside of calls. A fragment is the inside of a call's JSON where no object is."""
 _LIKE_A_CALL = re.compile(
   r"""\{\s*"(?:type"\s*:\s*"function"|(?:name|function|arguments|parameters)(?:"\s*(?::|\Z)|\Z))"""
 )
@@ -87,7 +95,7 @@ class CallReader:
     """End of the last object that was read; inside of it only what begins like a call is read again."""
 
   def read(self, sign: re.Match[str]) -> tuple[ToolCall | None, int]:
-    """The call that begins at a sign, None if there is only text; and where it ends.
+    """The call that begins at a match of `SIGN`, None if there is only text; and where it ends.
 
     Raises:
       MalformedCall: it cannot be read.

@@ -23,21 +23,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from sao_jax.tokenizers.call_reader import CallReader, MalformedCall, Style
+from sao_jax.tokenizers.call_reader import SIGN, CallReader, MalformedCall, Style
 from sao_jax.tokenizers.call_reader import ToolCall as ToolCall
 
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 _PYTHON_TAG = "<|python_tag|>"
 _END_OF_MESSAGE = "<|eom_id|>"
 """Ends an action of Llama that waits for a tool."""
-_SIGN = re.compile(
-  r"""(?P<mention>(["'`])<[^<>\n"'`]{1,60}>\2)"""
-  r"""|(?P<tag></?(?:think|tool_call|arg_key|arg_value)>|<(?:function|parameter)=|</(?:function|parameter)>"""
-  r"""|<\|python_tag\|>)"""
-  r"""|(?P<object>\{\s*")"""
-  r"""|(?P<fragment>["']?\bname["']?\s*:\s*["'][^"'\\\n]*["']\s*,\s*["']?(?:arguments|parameters)["']?\s*:)"""
-)
-"""The next place to look at outside of calls. A fragment is what stands in a call's JSON, but in no object."""
 _THOUGHT_TAG = re.compile(r"""(?P<mention>(["'`])</?think>\2)|</?think>""")
 _BLANKS = re.compile(r"\s*")
 _FUNCTION_CALL = re.compile(r"([\w-]+)(?:\.call)?\(")
@@ -157,7 +149,7 @@ class _Scanner:
       MalformedCall: a call cannot be read, or a tag stands outside a call.
     """
     place = 0
-    while sign := _SIGN.search(self._text, place):
+    while sign := SIGN.search(self._text, place):
       begin = sign.start()
       self.said.append(self._text[place:begin])
       if sign["mention"]:
