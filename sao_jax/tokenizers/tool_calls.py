@@ -3,38 +3,36 @@
 json_tags    <tool_call>{"name": NAME, "arguments": {...}}</tool_call>                    Qwen2.5, Qwen3
 xml          <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>   Qwen3-Coder
 key_values   <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>   GLM-4.5 and later
-json         {"name": NAME, "parameters": {...}}, all of the action                   Llama 3.1 and later
+json         {"name": NAME, "parameters": {...}}, or <|python_tag|>CODE               Llama 3.1 and later
+
+A call ends where reading it ends, not at the first tag that looks like its end:
+
+- JSON is parsed, so tags inside its strings are text.
+- A VALUE is not escaped. It ends at the first closing tag that the next argument or the call's own closing tags follow.
+  Where those closing tags come again before the next call, they were text.
+- CODE reaches to the end of the action. A thought that begins on a line of its own and ends the action is no code.
+
+A tag outside a call makes the action malformed, and so does JSON that reads like a call but lacks its tags: neither is
+an answer. A tag alone between quotes or backticks is a mention of it, thus text.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
-Style = Literal["json_tags", "xml", "key_values", "json"]
+from sao_jax.tokenizers.call_reader import SIGN, CallReader, MalformedCall, Style
+from sao_jax.tokenizers.call_reader import ToolCall as ToolCall
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>(.*)</function>\s*", re.DOTALL)
-_NAME = re.compile(r"\s*([^<\s]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
-_TAGS: Mapping[str, tuple[tuple[str, str], ...]] = {
-  "xml": (("<parameter=", ">"), ("", "</parameter>")),
-  "key_values": (("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")),
-}
-"""What stands around the name of an argument and around its value."""
-_END_OF_THOUGHT = "</think>"
+_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 _PYTHON_TAG = "<|python_tag|>"
-"""Llama may write it in front of a call."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToolCall:
-  """One call."""
-
-  name: str
-  arguments: Mapping[str, Any]
+_END_OF_MESSAGE = "<|eom_id|>"
+"""Ends an action of Llama that waits for a tool."""
+_THOUGHT_TAG = re.compile(r"""(?P<mention>(["'`])</?think>\2)|</?think>""")
+_BLANKS = re.compile(r"\s*")
+_FUNCTION_CALL = re.compile(r"([\w-]+)(?:\.call)?\(")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +40,7 @@ class ParsedAction:
   """An action taken apart."""
 
   content: str
-  """What the action says besides: without its calls, its thought (up to the first `</think>`) and stop tokens;
-  stripped."""
+  """What the action says besides: without its calls, its thought (see `content`) and stop tokens; stripped."""
   calls: tuple[ToolCall, ...] = ()
   error: str | None = None
   """Why what looks like a call is none; for the model to read. Then there are no calls."""
@@ -71,108 +68,130 @@ def parse(
     text: the action, control tokens included.
     style: how it writes calls.
     tools: the schemas on offer: they say which arguments are strings, where the style does not, and which names exist.
+      CODE goes to the first one that takes `code`, or to `python` if no schemas are given.
     stop_tokens: cut off at the end.
   """
   if style not in get_args(Style):
     raise ValueError(f"style must be one of {', '.join(get_args(Style))}; received {style!r}.")
-  text = content(text, stop_tokens)
+  waits = _END_OF_MESSAGE in stop_tokens and text.endswith(_END_OF_MESSAGE)
+  text = _without_stop_tokens(text, stop_tokens)
   schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+  scanner = _Scanner(text, CallReader(text, style, schemas))
+  answer = _without_thought(text)
   try:
-    calls = tuple(_calls(text, style, schemas))
-    for call in calls:
-      if schemas and call.name not in schemas:
-        raise ValueError(f"there is no tool {call.name!r}; there are {', '.join(schemas)}")
-  except ValueError as error:
-    return ParsedAction(content=text, error=f"malformed tool call: {error}")
-  if calls:
-    text = "" if style == "json" else _TAGGED.sub("", text).strip()
-  return ParsedAction(content=text, calls=calls)
+    scanner.scan()
+    if style == "json" and not scanner.calls:
+      _check_no_code(answer, waits, schemas)
+  except MalformedCall as error:
+    return ParsedAction(content=answer, error=f"malformed tool call: {error}")
+  if not scanner.calls:
+    return ParsedAction(content=answer)
+  return ParsedAction(content="".join(scanner.said).strip(), calls=tuple(scanner.calls))
 
 
 def content(text: str, stop_tokens: Sequence[str] = ()) -> str:
-  """What an action says: without the stop tokens at its end and its thought (up to the first `</think>`); stripped.
+  """What an action without calls says: without the stop tokens at its end and its thought; stripped.
+
+  The thought goes from the first `<think>` to the next `</think>`, or from the beginning if `</think>` comes first: a
+  prompt may open the thought. A tag alone between quotes or backticks is text.
 
   >>> content("<think>2 and 2</think> 4<|end|>", ["<|end|>"])
   '4'
   """
+  return _without_thought(_without_stop_tokens(text, stop_tokens))
+
+
+def _without_stop_tokens(text: str, stop_tokens: Sequence[str]) -> str:
   for token in stop_tokens:
     text = text.removesuffix(token)
-  thought, end, said = text.partition(_END_OF_THOUGHT)
-  return (said if end else thought).strip()
+  return text.strip()
 
 
-def _calls(text: str, style: Style, schemas: Mapping[str, Any]) -> Iterator[ToolCall]:
-  if style == "json":
-    text = text.removeprefix(_PYTHON_TAG).lstrip()
-    if text.startswith("{"):
-      yield _from_json(text, "parameters")
-    return
-  for body, end in _TAGGED.findall(text):
-    if not end:
-      raise ValueError("</tool_call> is missing")
-    if style == "json_tags":
-      yield _from_json(body, "arguments")
-    else:
-      yield _from_tags(body, style, schemas)
+def _without_thought(text: str) -> str:
+  tag = next((tag for tag in _THOUGHT_TAG.finditer(text) if not tag["mention"]), None)
+  end = text.find(_END_OF_THOUGHT, tag.start()) if tag else -1
+  if tag is None or end < 0:
+    return text
+  begin = tag.start() if tag[0] == _THOUGHT else 0
+  return (text[:begin] + text[end + len(_END_OF_THOUGHT) :]).strip()
 
 
-def _from_json(text: str, key: str) -> ToolCall:
-  try:
-    call = json.loads(text)
-  except json.JSONDecodeError as error:
-    raise ValueError(f"not valid JSON ({error})") from error
-  except RecursionError as error:
-    raise ValueError("nested too deeply") from error
-  if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get(key), dict):
-    raise ValueError(f'it must be an object with "name" (a string) and "{key}" (an object)')
-  return ToolCall(name=call["name"], arguments=call[key])
+def _check_no_code(answer: str, waits: bool, schemas: Mapping[str, Any]) -> None:
+  """Refuses an answer that is code without its tag."""
+  function = _FUNCTION_CALL.match(answer)
+  if waits or (function and function[1] in schemas and answer.endswith(")")):
+    raise MalformedCall(f"{_PYTHON_TAG} is missing in front of code", len(answer))
 
 
-def _from_tags(body: str, style: Style, schemas: Mapping[str, Any]) -> ToolCall:
-  found = (_FUNCTION if style == "xml" else _NAME).fullmatch(body)
-  if found is None:
-    raise ValueError("no function's name in it")
-  name, rest = found.groups()
-  properties = schemas.get(name, {}).get("properties", {})
-  arguments = {key: _value(value, properties.get(key, {}).get("type")) for key, value in _pairs(rest, style)}
-  return ToolCall(name=name, arguments=arguments)
+class _Scanner:
+  """Goes through an action once, from left to right, calls as a whole; so the time is linear.
 
+  Thoughts from `<think>` to `</think>` are skipped. A `</think>` that nothing opened ends a thought which the prompt
+  opened, and drops all before it. But where an action begins with a call, or says nothing after one, it had no thought.
 
-def _pairs(text: str, style: Style) -> Iterator[tuple[str, str]]:
-  """Names and values of arguments.
-
-  Every character is read once. A pattern for a pair would search to the end again from each opening tag, or from each
-  blank: minutes, where a model repeats one for a whole action.
+  Attributes:
+    calls: the calls.
+    said: the text around them, in pieces.
   """
-  place = 0
-  while _skip_blanks(text, place) < len(text):
-    parts = []
-    for opening, closing in _TAGS[style]:
-      if opening:  # else the value begins here, blanks and all
-        place = _skip_blanks(text, place)
-      begin = place + len(opening)
-      end = text.find(closing, begin)
-      if not text.startswith(opening, place) or end < 0:
-        raise ValueError("its arguments are not well-formed")
-      parts.append(text[begin:end])
-      place = end + len(closing)
-    name, value = parts
-    if not name.strip():
-      raise ValueError("an argument has no name")
-    yield name.strip(), value.removeprefix("\n").removesuffix("\n") if style == "xml" else value
 
+  def __init__(self, text: str, reader: CallReader):
+    self.calls: list[ToolCall] = []
+    self.said: list[str] = []
+    self._text = text
+    self._reader = reader
+    self._last_end = text.rfind(_END_OF_THOUGHT)
+    self._prompt_may_open = True
 
-def _skip_blanks(text: str, place: int) -> int:
-  while place < len(text) and text[place].isspace():
-    place += 1
-  return place
+  def scan(self) -> None:
+    """Fills `calls` and `said`.
 
+    Raises:
+      MalformedCall: a call cannot be read, or a tag stands outside a call.
+    """
+    place = 0
+    while sign := SIGN.search(self._text, place):
+      begin = sign.start()
+      self.said.append(self._text[place:begin])
+      if sign["mention"]:
+        place = sign.end()
+        self.said.append(sign[0])
+      elif sign[0] == _THOUGHT:
+        place = self._skip_thought(begin)
+      elif sign[0] == _END_OF_THOUGHT:
+        place = self._end_thought(begin)
+      else:
+        place = self._take_call(sign)
+    self.said.append(self._text[place:])
 
-def _value(text: str, kind: str | None) -> Any:
-  """The value of an argument: as it is where the schema says string, else JSON where it is JSON."""
-  if kind == "string":
-    return text
-  try:
-    return json.loads(text)
-  except (json.JSONDecodeError, RecursionError):
-    return text
+  def _skip_thought(self, begin: int) -> int:
+    if begin > self._last_end:  # it never ends: its text counts
+      return begin + len(_THOUGHT)
+    self._prompt_may_open = False
+    return self._text.index(_END_OF_THOUGHT, begin) + len(_END_OF_THOUGHT)
+
+  def _end_thought(self, begin: int) -> int:
+    end = begin + len(_END_OF_THOUGHT)
+    if self._prompt_may_open and not (self.calls and self._nothing_after(end)):
+      self.calls.clear()
+      self.said.clear()
+    self._prompt_may_open = False
+    return end
+
+  def _take_call(self, sign: re.Match[str]) -> int:
+    begin = sign.start()
+    try:
+      call, place = self._reader.read(sign)
+    except MalformedCall as error:
+      end = self._text.find(_END_OF_THOUGHT, error.place)
+      if begin == 0 or not self._prompt_may_open or end < 0 or self._nothing_after(end + len(_END_OF_THOUGHT)):
+        raise
+      return self._end_thought(end)
+    if call is None:
+      self.said.append(self._text[begin:place])
+    else:
+      self.calls.append(call)
+      self._prompt_may_open = self._prompt_may_open and begin > 0
+    return place
+
+  def _nothing_after(self, place: int) -> bool:
+    return _BLANKS.fullmatch(self._text, place) is not None

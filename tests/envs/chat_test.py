@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from sao_jax.envs.chat import PYTHON_TOOL, ChatEnv, Question
-from sao_jax.tokenizers import ParsedAction, ToolCall
+from sao_jax.tokenizers import ParsedAction, ToolCall, parse_tool_calls
 
 
 class PlainChat:
@@ -104,6 +104,37 @@ def test_malformed_calls_are_answered_and_counted():
   assert env.step("!!").observation == "[('tool', 'malformed tool call: !!')] after !!>"
   assert "python takes one argument, code, a string; received ['cod']" in env.step("odd").observation
   assert env.step("right").info["tool_errors"] == 2
+
+
+class StyledChat(PlainChat):
+  """Calls are written in a checkpoint's style."""
+
+  def __init__(self, style):
+    self.style = style
+
+  def parse(self, action, tools=()):
+    return parse_tool_calls(action, self.style, tools=tools, stop_tokens=["<|eom_id|>", "<end>"])
+
+
+@pytest.mark.parametrize(
+  ("style", "action"),
+  [
+    ("json_tags", '{"name": "python", "arguments": {"code": "1"}}\n</tool_call><end>'),
+    ("json_tags", '<tool_call>{"name": "python", "arguments": {"code": "s.split(\'</think>\')"}}</tool_call><end>'),
+    ("xml", "<function=python>\n<parameter=code>\n1\n</parameter>\n</function>\n</tool_call><end>"),
+    ("key_values", "python\n<arg_key>code</arg_key>\n<arg_value>1</arg_value>\n</tool_call><end>"),
+    ("json", '{"name": "python", "parameters": {"code": "s.split(\'</think>\')"}}<end>'),
+    ("json", "<|python_tag|>print(1)<|eom_id|>"),
+    ("json", "print(1)<|eom_id|>"),
+  ],
+)
+def test_no_call_is_scored(style, action):
+  scored = []
+  asked = Question(messages=[], score=lambda text: scored.append(text) or 1.0)
+  env = ChatEnv(StyledChat(style), lambda task_index: asked, Recorder(), max_turns=3)
+  env.reset(0)
+  assert not env.step(action).done and scored == []
+  assert env.step("<think>hm</think>{1, 2, 3}<end>").done and scored == ["{1, 2, 3}"]
 
 
 @pytest.mark.parametrize("last", ["!1", "!!"])
