@@ -9,10 +9,8 @@ from typing import Any, TypeAlias
 
 from sao_jax.tokenizers import quoting
 from sao_jax.tokenizers.hf_tokenizer import token_text
-from sao_jax.utils import untrusted_files
-from sao_jax.utils.extras import needed
-from sao_jax.utils import untrusted_files as foreign
 from sao_jax.tokenizers.template_renderer import RefusedError, TemplateRenderer
+from sao_jax.utils import untrusted_files
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, with `tool_calls` and what else the template reads."""
@@ -90,25 +88,11 @@ class ChatTemplate:
     """
     directory = pathlib.Path(directory)
     path = directory / "tokenizer_config.json"
-<<<<<<< ours
     settings = untrusted_files.read_object_if_there(path)
-    own_file = directory / "chat_template.jinja"
-    found = untrusted_files.read_text(own_file) if own_file.exists() else settings.get("chat_template")
-    if isinstance(found, list):
-      named = {
-        entry.get("name"): entry.get("template")
-        for entry in found
-        if isinstance(entry, dict) and isinstance(entry.get("name"), str)
-      }
-      found = named.get("tool_use", named.get("default"))
-    if found is None:
-=======
-    settings = foreign.read_object_if_there(path)
     found = _template_files(directory)
     where = directory if found else path
     source = found or settings.get("chat_template")
     if source is None:
->>>>>>> theirs
       raise FileNotFoundError(f"{directory} holds no chat template: no chat_template.jinja, none in {path.name}.")
     variables = _special_tokens(directory, settings)
     try:
@@ -276,7 +260,7 @@ def _template_files(directory: pathlib.Path) -> dict[str, str]:
   own = directory / "chat_template.jinja"
   if own.exists():
     paths.setdefault(_DEFAULT, own)
-  return {name: foreign.read_text(path) if name in (_DEFAULT, _TOOL_USE) else "" for name, path in paths.items()}
+  return {name: untrusted_files.read_text(path) if name in (_DEFAULT, _TOOL_USE) else "" for name, path in paths.items()}
 
 
 def _checked(found: Any) -> str | dict[str, str]:
@@ -302,7 +286,7 @@ def _special_tokens(directory: pathlib.Path, settings: Mapping[str, Any]) -> dic
   old = directory / "special_tokens_map.json"
   named = [(path, settings)]
   if "added_tokens_decoder" not in settings:
-    named.append((old, foreign.read_object_if_there(old)))
+    named.append((old, untrusted_files.read_object_if_there(old)))
   for where, found in named:
     for key, value in found.items():
       if key.endswith("_token") and isinstance(value, str | dict):

@@ -92,15 +92,9 @@ def test_a_file_that_imports_one_does_so_under_the_name_of_its_extra() -> None:
       if (package, BROUGHT_BY[package]) not in found:
         alone.add((path.relative_to(ROOT).as_posix(), package))
   assert alone == {
-<<<<<<< ours
     ("sao_jax/rollout/server/server.py", "aiohttp"), ("sao_jax/rollout/remote/client.py", "aiohttp"),
     ("sao_jax/rollout/server/admission.py", "aiohttp"),  # of server.py
     ("sao_jax/rollout/ray/ray_worker.py", "ray"),  # runs inside Ray
     ("sao_jax/models/checkpoints/gguf.py", "gguf"),  # after foreign.open_gguf
-=======
-    ("sao_jax/rollout/server/server.py", "aiohttp"), ("sao_jax/rollout/remote/client.py", "aiohttp"),
-    ("sao_jax/rollout/ray/ray_worker.py", "ray"),  # runs inside Ray
-    ("sao_jax/models/checkpoints/gguf.py", "gguf"),  # after foreign.open_gguf
     ("sao_jax/tokenizers/_template_worker.py", "jinja2"),  # runs in a process of its own
->>>>>>> theirs
   }  # fmt: skip
