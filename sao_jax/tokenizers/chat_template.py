@@ -260,7 +260,8 @@ def _template_files(directory: pathlib.Path) -> dict[str, str]:
   own = directory / "chat_template.jinja"
   if own.exists():
     paths.setdefault(_DEFAULT, own)
-  return {name: untrusted_files.read_text(path) if name in (_DEFAULT, _TOOL_USE) else "" for name, path in paths.items()}
+  used = (_DEFAULT, _TOOL_USE)
+  return {name: untrusted_files.read_text(path) if name in used else "" for name, path in paths.items()}
 
 
 def _checked(found: Any) -> str | dict[str, str]:
