@@ -4,10 +4,11 @@
     python -m experiments.sweep_textarena --games=Bandit-v0,Set-v0 --seeds=10
 
 For each game that can be made here, these play the same problems: the best known player, who sees the answers; one who
-writes nonsense; one who is silent; one who quits after five random moves; one who plays on at random; where there is
-one, a player who does what once paid too much. A fault is a bad player who earns as much as the best on average, a
-random one who earns more, a bad one who is said to have succeeded, or a reward above 1. Prints a row per game, then the
-games that cannot be made, with the reason. One JSON object on the last line. Exits 1 when there are faults.
+plays at random; one who quits after five random moves; one who writes nonsense; one who is silent; where there is one,
+a player who does what once paid too much. It is a fault if one of the last three earns as much as the best on average
+or is said to have succeeded, if anyone earns more than the best or more than 1, if the worst earns more than the random
+one, or if a reward of 1 is no success of the best. Prints a row per game, then the games that cannot be made, with the
+reason. One JSON object on the last line. Exits 1 when there are faults.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from absl import flags
@@ -33,8 +34,8 @@ _LIMIT_S = 300.0
 _SLOW_S = 1.0
 _QUIT_AFTER = 5
 _NONSENSE = "banana %$"
-BAD = ("nonsense", "silent", "quits", "worst")
-PLAYERS = ("best", "random", *BAD)
+BAD = ("nonsense", "silent", "worst")
+PLAYERS = ("best", "random", "quits", *BAD)
 
 
 @dataclasses.dataclass
@@ -68,28 +69,37 @@ def check(game: str, *, seeds: int = 5) -> Outcome:
     for name in PLAYERS:
       if name != "worst" or players.worst is not None:
         outcome.rewards[name] = _mean_reward(env, players, name, outcome)
-  best = outcome.rewards["best"]
-  outcome.faults += [
+  outcome.faults += _inversions(outcome.rewards)
+  return outcome
+
+
+def _inversions(rewards: Mapping[str, float]) -> list[str]:
+  best = rewards["best"]
+  faults = [
     f"{name} play earns {reward:.3f}, the best known {best:.3f}"
-    for name, reward in outcome.rewards.items()
+    for name, reward in rewards.items()
     if reward > best or (name in BAD and reward >= best)
   ]
-  return outcome
+  if rewards.get("worst", rewards["random"]) > rewards["random"]:
+    faults.append(f"worst play earns {rewards['worst']:.3f}, random play {rewards['random']:.3f}")
+  return faults
 
 
 def _mean_reward(env: TextArena, players: Game, name: str, outcome: Outcome) -> float:
   total = 0.0
   for seed in range(outcome.seeds):
     env.reset(seed)
-    for move in _moves(env._env, players, name, random.Random(seed)):
+    for move in _moves(env._env, players, name, random.Random(f"{name} {seed}")):
       step = env.step(f"{move}<|end|>")
       if step.done:
         break
     total += step.reward
     if step.reward > 1.0:
       outcome.faults.append(f"{name} play earns {step.reward:.3f} at seed {seed}")
-    if name in ("nonsense", "silent", "worst") and step.info["success"]:
+    if name in BAD and step.info["success"]:
       outcome.faults.append(f"{name} play succeeds at seed {seed}")
+    if name == "best" and step.reward == 1.0 and not step.info["success"]:
+      outcome.faults.append(f"best play earns 1 without success at seed {seed}")
   return total / outcome.seeds
 
 

@@ -117,10 +117,9 @@ def _countdown(env: Any) -> Moves:
 
 
 def _crosswords(env: Any) -> Moves:
-  for row, cells in enumerate(env.state.game_state["solution"]):
-    for col, letter in enumerate(cells):
-      if letter != ".":
-        yield f"[{row} {col} {letter}]"
+  """All letters in one move: one at a time may take more turns than there are."""
+  rows = enumerate(env.state.game_state["solution"])
+  yield " ".join(f"[{row} {col} {x}]" for row, cells in rows for col, x in enumerate(cells) if x != ".")
 
 
 def _cryptarithm(env: Any) -> Moves:

@@ -67,18 +67,30 @@ def _set(env: Any, reward: float) -> float:
   return reward / _SET_TURNS
 
 
-def _unless(solved: Callable[[Any], bool]) -> _Correction:
-  return lambda env, reward: reward if solved(env) else min(reward, _UNSOLVED)
+def _countdown(env: Any, reward: float) -> float:
+  return _below_one(reward, solved=bool(env.move_history) and env.numbers[-1] == env.target)
+
+
+def _game_2048(env: Any, reward: float) -> float:
+  return _below_one(reward, solved=env._max_tile() >= env.target_tile)
+
+
+def _slitherlink(env: Any, reward: float) -> float:
+  return _below_one(reward, solved=env._is_solved())
+
+
+def _below_one(reward: float, *, solved: bool) -> float:
+  return reward if solved else min(reward, _UNSOLVED)
 
 
 _CORRECTIONS: Mapping[str, _Correction] = {
   "BanditEnv": _bandit,
   "BlackjackEnv": _blackjack,
-  "CountdownEnv": _unless(lambda env: bool(env.move_history) and env.numbers[-1] == env.target),
+  "CountdownEnv": _countdown,
   "CryptarithmEnv": _cryptarithm,
-  "Game2048Env": _unless(lambda env: env._max_tile() >= env.target_tile),
+  "Game2048Env": _game_2048,
   "SetEnv": _set,
-  "SlitherlinkEnv": _unless(lambda env: env._is_solved()),
+  "SlitherlinkEnv": _slitherlink,
 }
 
 

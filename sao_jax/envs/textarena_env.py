@@ -80,6 +80,8 @@ class TextArena(TextGame):
       self._with_own_random(lambda: self._env.reset(num_players=1, seed=task_index), seed=task_index)
     except (AssertionError, ValueError) as error:
       raise ValueError(f"game must be one for a single player; {self.config.game!r} is not: {error}.") from error
+    except Exception as error:
+      raise ValueError(f"game {self.config.game!r} cannot be started: {_first_line(error)}") from error
     if not isinstance(self._env.state, SinglePlayerState):
       # Some (MarketEntryGame) begin with one player all the same, and look for the next one for ever.
       kind = type(self._env.state).__name__
@@ -136,10 +138,15 @@ def _make(config: TextArenaConfig, name: str) -> Any:
   try:
     env = textarena.make(name, **config.settings)
   except Exception as error:  # some games lack files, a download or a key, or are no Python that can be read
-    line = next((line for line in str(error).splitlines() if re.search("[a-z]", line)), "").strip()
-    raise ValueError(f"game {config.game!r} cannot be made: {type(error).__name__}: {line}") from error
+    raise ValueError(f"game {config.game!r} cannot be made: {_first_line(error)}") from error
   repair(env)
   return env
+
+
+def _first_line(error: Exception) -> str:
+  """The kind of an error and the first line of its message that says something."""
+  lines = (line.strip() for line in str(error).splitlines() if re.search("[a-z]", line))
+  return f"{type(error).__name__}: {next(lines, '')}"
 
 
 def textarena_factory(config: TextArenaConfig) -> EnvironmentFactory:
