@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import signal
 import sys
 import time
 import types
@@ -23,7 +21,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments.support import command
+from experiments.support import command, sweeps
 from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig, check_task
 
 _MARK = "sweep_mark_7391"
@@ -116,20 +114,6 @@ def _mentions(code: object) -> bool:
   )
 
 
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-  def stop(*_: object) -> None:
-    raise TimeoutError(f"took more than {seconds} s of CPU time")
-
-  before = signal.signal(signal.SIGPROF, stop)
-  signal.setitimer(signal.ITIMER_PROF, seconds)
-  try:
-    yield
-  finally:
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    signal.signal(signal.SIGPROF, before)
-
-
 _WATCH: list[_Watch] = []
 """An audit hook stays for the life of the process, so there is one."""
 
@@ -143,7 +127,7 @@ def check(task: str, level: int | None, *, problems: int = 3) -> Outcome:
   config = ReasoningGymConfig(task=task, size=20, seed=7, level=level, settings=settings)
   began = time.process_time()
   try:
-    with _time_limit(_MAKING_LIMIT_S):
+    with sweeps.time_limit(_MAKING_LIMIT_S):
       env, again = ReasoningGym(config), ReasoningGym(config)
       prompts = [env.reset(i) for i in range(problems)]
       outcome.make_s = (time.process_time() - began) / problems
@@ -180,7 +164,7 @@ def _score(env: ReasoningGym, text: str, outcome: Outcome) -> float:
   assert _WATCH
   began = time.process_time()
   try:
-    with _WATCH[0].watching() as seen, _time_limit(_SCORING_LIMIT_S):
+    with _WATCH[0].watching() as seen, sweeps.time_limit(_SCORING_LIMIT_S):
       reply = env.play(text)
   except Exception as error:  # noqa: BLE001 (an outcome)
     outcome.faults.append(f"scoring {text[:40]!r}: {type(error).__name__}: {str(error)[:200]}")
@@ -222,8 +206,7 @@ def main(argv: list[str]) -> int:
     "known_faults": sorted({outcome.task for outcome in outcomes if outcome.faults and not outcome.unknown}),
     "new_faults": sorted({outcome.task for outcome in outcomes if outcome.unknown}),
   }
-  print("\n" + json.dumps(summary))
-  return 1 if summary["new_faults"] else 0
+  return sweeps.conclude(summary, faults="new_faults")
 
 
 if __name__ == "__main__":

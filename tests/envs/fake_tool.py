@@ -23,9 +23,9 @@ class FakeSession:
       tree = ast.parse(code)
       last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
       with contextlib.redirect_stdout(printed):
-        exec(compile(tree, "code", "exec"), self.namespace)
+        exec(compile(tree, "code", "exec", dont_inherit=True), self.namespace)
         if last is not None:
-          value = eval(compile(ast.Expression(last.value), "code", "eval"), self.namespace)  # noqa: S307
+          value = eval(compile(ast.Expression(last.value), "code", "eval", dont_inherit=True), self.namespace)  # noqa: S307
           if value is not None:
             print(repr(value))
     except Exception as error:  # noqa: BLE001

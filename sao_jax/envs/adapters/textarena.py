@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from sao_jax.envs.adapters._textarena_rewards import corrected, partial, repair
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory
 from sao_jax.utils.extras import needed
@@ -41,13 +43,16 @@ class TextArenaConfig:
 class TextArena(TextGame):
   """One game per episode, task number i being the game with seed i. The reward comes at the end of the game.
 
+  It is the game's own, at most 1, corrected where bad play earns as much as good play (see `_textarena_rewards`). Out
+  of turns, an episode earns what the game pays for the part of it that is done.
+
   Moves are written as the game's first text says, mostly in square brackets. What a game stumbles over (some raise at
   moves that they do not know) is answered by its error, and costs a turn. The games draw from Python's global random
   generator; each gets a state of its own here, swapped in for the time of a move, so that an episode depends on its
   seed and moves only. The environments of one process share `lock` for that (see `textarena_factory`).
 
   Raises:
-    ValueError: an unknown game, or one for several players.
+    ValueError: an unknown game, one that cannot be made, or one for several players.
   """
 
   def __init__(self, config: TextArenaConfig, *, lock: threading.Lock):
@@ -61,7 +66,7 @@ class TextArena(TextGame):
     name = config.game.removesuffix("-raw") + "-raw"  # Without wrappers: new messages only, not the whole history.
     if name not in textarena.envs.registration.ENV_REGISTRY:
       raise ValueError(f"game must be one of TextArena's; received {config.game!r}.")
-    self._make: Callable[[], Any] = lambda: textarena.make(name, **config.settings)
+    self._make: Callable[[], Any] = lambda: _make(config, name)
     self._env = self._with_own_random(self._make, seed=0)
     # Some games (RushHour) draw their problem as they are made, not as they are reset.
     self._draws_when_made = self._random_state != random.Random(0).getstate()
@@ -73,8 +78,10 @@ class TextArena(TextGame):
       self._env = self._with_own_random(self._make, seed=task_index)
     try:
       self._with_own_random(lambda: self._env.reset(num_players=1, seed=task_index), seed=task_index)
-    except AssertionError as error:
+    except (AssertionError, ValueError) as error:
       raise ValueError(f"game must be one for a single player; {self.config.game!r} is not: {error}.") from error
+    except Exception as error:
+      raise ValueError(f"game {self.config.game!r} cannot be started: {_first_line(error)}") from error
     if not isinstance(self._env.state, SinglePlayerState):
       # Some (MarketEntryGame) begin with one player all the same, and look for the next one for ever.
       kind = type(self._env.state).__name__
@@ -84,16 +91,21 @@ class TextArena(TextGame):
   def play(self, text: str) -> Reply:
     try:
       done, _ = self._with_own_random(lambda: self._env.step(text))
+      said = "" if done else self._with_own_random(self._messages)
     except Exception as error:  # noqa: BLE001 (the player reads it; a move must not end an episode as a failed one)
-      return Reply(text=f"error: the game cannot take this move: {str(error)[:_MAX_ERROR_CHARS]}")
+      done, said = False, f"error: the game cannot take this move: {str(error)[:_MAX_ERROR_CHARS]}"
     if not done:
-      return Reply(text=self._with_own_random(self._messages))
+      truncated = self._turns >= self._max_turns
+      return self._end(partial(self._env), said, truncated=True) if truncated else Reply(text=said)
     rewards, game_info = self._env.close()
     reward, reason = (rewards or {}).get(0, 0.0), game_info.get(0, {}).get("reason", "")
     if isinstance(reward, str):  # Countdown and Cryptarithm exchange the two at invalid moves: "Invalid Move: 0.5"
       reward, reason = reason.rpartition(" ")[2], reward
-    info = {"success": float(reward) >= self.config.success_threshold, "reason": reason}
-    return Reply(text=reason, reward=float(reward), done=True, info=info)
+    return self._end(corrected(self._env, float(reward)), reason, truncated=False)
+
+  def _end(self, reward: float, text: str, *, truncated: bool) -> Reply:
+    info = {"success": not truncated and reward >= self.config.success_threshold, "reason": text}
+    return Reply(text=text, reward=reward, done=True, truncated=truncated, info=info)
 
   def _messages(self) -> str:
     """What the game has said since it was last asked; the player's own moves are left out: they are in the context."""
@@ -118,6 +130,23 @@ class TextArena(TextGame):
       finally:
         self._random_state = random.getstate()
         random.setstate(outside)
+
+
+def _make(config: TextArenaConfig, name: str) -> Any:
+  import textarena
+
+  try:
+    env = textarena.make(name, **config.settings)
+  except Exception as error:  # some games lack files, a download or a key, or are no Python that can be read
+    raise ValueError(f"game {config.game!r} cannot be made: {_first_line(error)}") from error
+  repair(env)
+  return env
+
+
+def _first_line(error: Exception) -> str:
+  """The kind of an error and the first line of its message that says something."""
+  lines = (line.strip() for line in str(error).splitlines() if re.search("[a-z]", line))
+  return f"{type(error).__name__}: {next(lines, '')}"
 
 
 def textarena_factory(config: TextArenaConfig) -> EnvironmentFactory:

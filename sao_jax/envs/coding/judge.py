@@ -64,7 +64,7 @@ def candidate(*args, **kwargs):
   if len(reply) != 2 or reply[0] != "return":
     raise RuntimeError("not a reply")
   return _plain.decode(reply[1])
-exec(compile({tests!r}, "<tests>", "exec"), {{"__name__": "tests", "candidate": candidate}})
+exec(compile({tests!r}, "<tests>", "exec", dont_inherit=True), {{"__name__": "tests", "candidate": candidate}})
 sao_host.ask(b"passed")
 """
 
@@ -124,7 +124,10 @@ def run_test(tool: PythonTool, files: Mapping[str, str], program: str) -> tuple[
     said.append(message)
     return b"" if len(said) == 1 else None
 
-  run = f'exec(compile({program!r}, "<test>", "exec"), {{"__name__": "test"}})\n'
+  run = f"""
+try: exec(compile({program!r}, "<test>", "exec", dont_inherit=True), {{"__name__": "test"}})
+except SystemExit as error: raise RuntimeError(f"the test ended early, by {{error!r}}") from None
+"""
   tell = 'import sao_host\n_ = sao_host.ask(b"passed")\n'
   with tool.session() as session:
     text = session.run(_FILES.format(files=dict(files)) + run + tell, listener=hear)

@@ -1,11 +1,15 @@
 """The program inside the sandbox: a zygote that forks one interpreter per session. Standard library only.
 
-`_zygote` starts it as text (`python -I -S -c`), inside bubblewrap where that works; no file of the library is visible
-to it. It is single-threaded, so forking is safe here, and it never runs code of a model itself: a session is a forked
-child. What the host and a session say to each other is described in `python_tool`.
+`_zygote` starts it as text (`python -s -P -S -c`), inside bubblewrap where that works; no file of the library is
+visible to it. It is single-threaded, so forking is safe here, and it never runs code of a model itself: a session is
+a forked child. What the host and a session say to each other is described in `python_tool`.
+
+The code of a model runs as the program of an interpreter of its own would: nothing of this file reaches it through
+`compile`, `__main__` or `sys.modules`.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import base64
@@ -18,6 +22,7 @@ import os
 import resource
 import select
 import signal
+import site
 import socket
 import struct
 import sys
@@ -30,6 +35,8 @@ from sao_jax.envs.sandbox import _isolation
 
 _SOCKET_FD, _OUTPUT_FD, _NULL_FD = 200, 201, 202  # above what RLIMIT_NOFILE lets a session open
 _WATCH_MS = 200
+_FILE = (lambda: None).__code__.co_filename  # of the frames that no traceback shows
+_OWN_FRAMES = 4  # at most, at both ends of a traceback
 _COMPILE: Any = compile  # these three as they were before the code could put something in their places
 _EXEC: Any = exec
 _SOURCES: Any = linecache.cache
@@ -186,12 +193,15 @@ class _Session:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     self._pid = os.getpid()
     module = types.ModuleType("__main__")
+    boot = vars(sys.modules["__main__"])
+    vars(module).update({name: value for name, value in boot.items() if name.startswith("__")})  # Python's own
     sys.modules["__main__"] = module
     self._globals = module.__dict__
     host = types.ModuleType("sao_host")
     host.__dict__["ask"] = self._ask
     sys.modules["sao_host"] = host
     self._cells = 0
+    self._features = 0  # what the code has imported from `__future__`: stays, as at a prompt
     self._number = 0
 
   def serve(self) -> None:
@@ -203,9 +213,9 @@ class _Session:
       os.ftruncate(_OUTPUT_FD, 0)
       os.lseek(_OUTPUT_FD, 0, os.SEEK_SET)
       connection.sendall(struct.pack("<Qc", self._number, b"S"))
-      self._run(code)
+      status = self._run(code)
       if os.getpid() != self._pid:  # a child that the code forked and that came back here
-        os._exit(0)
+        os._exit(status)
       signal.setitimer(signal.ITIMER_REAL, 0)
       self._end_children()
       threads = len(sys._current_frames()) > 1
@@ -217,7 +227,8 @@ class _Session:
     (size,) = struct.unpack("<I", _receive(self._connection, 4))
     return _receive(self._connection, size)
 
-  def _run(self, code: str) -> None:
+  def _run(self, code: str) -> int:
+    """Runs one cell and returns the exit status of a program that ends as it did."""
     for source, target in ((_NULL_FD, 0), (_OUTPUT_FD, 1), (_OUTPUT_FD, 2)):  # earlier code may have closed them
       os.dup2(source, target)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
@@ -225,23 +236,31 @@ class _Session:
     sys.stdout = output = io.TextIOWrapper(descriptor, encoding="utf-8", errors="backslashreplace", line_buffering=True)
     sys.stderr = output
     self._arm_cpu_limit()
+    status = 0
     try:
       self._execute(code)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the model reads it)
-      self._print_error(error, output)
+      status, text = self._ending(error)
+      self._write(text, output)
+      if status and not text and os.getpid() == self._pid:
+        self._write(f"{_line_break()}[exit code {status}]\n", output)
     with contextlib.suppress(OSError, ValueError):  # full, or closed by the code: the model gets what is there
       output.flush()
+    return status
 
   def _execute(self, code: str) -> None:
     self._cells += 1
     name = f"<cell {self._cells}>"
     _SOURCES[name] = (len(code), None, code.splitlines(keepends=True), name)
-    tree = _COMPILE(code, name, "exec", ast.PyCF_ONLY_AST)
+    tree = _COMPILE(code, name, "exec", ast.PyCF_ONLY_AST | self._features, dont_inherit=True)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    if tree.body:
-      _EXEC(_COMPILE(tree, name, "exec"), self._globals)
+    program = _COMPILE(tree, name, "exec", self._features, dont_inherit=True)
+    self._features |= _features(program)
+    programs = [program]
     if last is not None:  # as in a notebook: the value of a last expression is shown
-      _EXEC(_COMPILE(ast.Interactive([last]), name, "single"), self._globals)
+      programs.append(_COMPILE(ast.Interactive([last]), name, "single", self._features, dont_inherit=True))
+    for program in programs:
+      _EXEC(program, self._globals)
 
   def _arm_cpu_limit(self) -> None:
     seconds = self._settings["cpu_s"]
@@ -254,15 +273,21 @@ class _Session:
     soft = round(time.process_time()) + seconds  # the system counts whole seconds
     resource.setrlimit(resource.RLIMIT_CPU, (min(soft, hard), hard))
 
-  def _print_error(self, error: BaseException, output: io.TextIOWrapper) -> None:
+  def _ending(self, error: BaseException) -> tuple[int, str]:
+    """Exit status of a program that ends by this error, and what Python prints then."""
+    if issubclass(type(error), SystemExit):
+      try:
+        return _exit_status(error.code)  # type: ignore[attr-defined]
+      except BaseException as fault:  # noqa: BLE001 (a code that cannot be shown)
+        error = fault
     frames = self._settings["traceback_frames"]
-    trace = error.__traceback__
-    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<cell"):  # frames of this program
-      trace = trace.tb_next
-    if trace is None or frames == 0:
-      text = "".join(traceback.format_exception_only(type(error), error))
-    else:
-      text = "".join(traceback.format_exception(type(error), error, trace, limit=-frames, chain=False))
+    shown = traceback.TracebackException(
+      type(error), error, error.__traceback__, limit=-(frames + _OWN_FRAMES), compact=True
+    )
+    shown.stack[:] = [frame for frame in shown.stack if frame.filename != _FILE][-frames:] if frames else []
+    return 1, "".join(shown.format(chain=False) if shown.stack else shown.format_exception_only())
+
+  def _write(self, text: str, output: io.TextIOWrapper) -> None:
     try:
       output.write(text)
       output.flush()
@@ -284,6 +309,25 @@ class _Session:
         os.wait()
 
 
+def _features(program: types.CodeType) -> int:
+  """Compiler flags of what a program imports from `__future__`."""
+  flags = [getattr(__future__, name).compiler_flag for name in __future__.all_feature_names]
+  return sum(flag for flag in flags if program.co_flags & flag)
+
+
+def _exit_status(code: object) -> tuple[int, str]:
+  """Exit status of a program that calls `sys.exit(code)`, and what Python prints then."""
+  if code is None:
+    return 0, ""
+  return (code & 0xFF, "") if isinstance(code, int) else (1, f"{code}\n")
+
+
+def _line_break() -> str:
+  """What makes the next text begin a line of the output."""
+  end = os.lseek(_OUTPUT_FD, 0, os.SEEK_END)
+  return "" if os.pread(_OUTPUT_FD, 1, max(end - 1, 0)) in (b"", b"\n") else "\n"
+
+
 def _receive(connection: socket.socket, size: int) -> bytes:
   data = b""
   while len(data) < size:
@@ -294,13 +338,25 @@ def _receive(connection: socket.socket, size: int) -> bytes:
   return data
 
 
+def _forget_this_program() -> None:
+  """Leaves to the code of sessions what a plain interpreter would: without this program, with the names of `site`."""
+  sys.argv[:] = [""]
+  sys.orig_argv[:] = [sys.executable]
+  package = __name__.partition(".")[0]
+  for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+    del sys.modules[name]
+  site.setquit()
+  site.setcopyright()
+  site.sethelper()
+
+
 def main(settings: dict[str, Any]) -> None:
   """Runs the zygote until the host closes the control socket."""
-  sys.argv[:] = [""]
   _isolation.set_name(b"sao_jax_tool")
   zygote = Zygote(settings)
   for name in settings["preload"]:
     __import__(name)
+  _forget_this_program()
   gc.collect()
   gc.freeze()  # or the first collection in each child would copy every page
   zygote.run()

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from sao_jax.envs.sandbox import _isolation, _seccomp
@@ -34,9 +34,11 @@ sys.modules[package.__name__] = package
 for name, text in settings.pop("modules").items():
   module = types.ModuleType(f"{package.__name__}.{name}")
   setattr(package, name, module)
-  exec(compile(text, "<tool>", "exec"), module.__dict__)
+  exec(compile(text, "<tool>", "exec", dont_inherit=True), module.__dict__)
 module.main(settings)
 """
+_ENVIRONMENT: Mapping[str, str] = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+"""All that sessions see. With one hash seed, sets of strings have one order, whichever process runs the code."""
 _SYSTEM_PATHS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
@@ -152,7 +154,7 @@ class Zygote:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=self._errors,
-        env={"LANG": "C.UTF-8"},
+        env=dict(_ENVIRONMENT),
         pass_fds=(theirs.fileno(),),
         start_new_session=True,
         cwd="/",
@@ -264,7 +266,7 @@ def _command(config: PythonToolConfig, bubblewrap: bool, scratch: str, control_f
   folder = pathlib.Path(__file__).parent
   names = ("_isolation", "_worker")
   settings["modules"] = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in names}
-  python = [interpreter, "-I", "-S", "-c", _BOOT, json.dumps(settings)]
+  python = [interpreter, "-s", "-P", "-S", "-c", _BOOT, json.dumps(settings)]  # as -I, but with PYTHONHASHSEED
   if not bubblewrap:
     return python
   # Directories on the way to what is bound: bubblewrap would make them for its own user only.
@@ -300,8 +302,6 @@ def _command(config: PythonToolConfig, bubblewrap: bool, scratch: str, control_f
     "--remount-ro",
     "/",
     "--clearenv",
-    "--setenv",
-    "LANG",
-    "C.UTF-8",
+    *(word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)),
     *python,
   ]

@@ -43,6 +43,10 @@ class PythonSession:
   def run(self, code: str, *, listener: Listener | None = None) -> str:
     """Runs code and returns what the model reads: output, the end of a traceback, or the limit that was hit.
 
+    `exit()`, `quit()`, `sys.exit()` and `SystemExit` end the call, not the session: variables stay. A message is
+    printed, an exit code other than 0 reported as `[exit code 3]`. `os._exit()` ends the interpreter, and its variables
+    are lost.
+
     Args:
       code: the program, or the next piece of it.
       listener: answers what the code sends by `sao_host.ask`, on this thread and within the wall-clock limit. Without

@@ -336,6 +336,8 @@ def test_a_time_limit_bounds_the_tests_as_a_whole() -> None:
 def test_the_shown_test_reports_output_and_failure(tool: PythonTool) -> None:
   files = {"solution.py": RIGHT}
   assert judge.run_test(tool, files, "from solution import largest\nprint(largest([4]))") == (True, "4\n")
+  passed, text = judge.run_test(tool, files, "print(4)\nimport sys\nsys.exit(0)\nassert False")
+  assert not passed and text.startswith("4\n") and text.endswith("the test ended early, by SystemExit(0)\n")
   passed, text = judge.run_test(tool, files, "from solution import largest\nassert largest([4]) == 5, 'no'")
   assert not passed and "no" in text
   for program in ("import os; os._exit(0)", "raise SystemExit(0)"):

@@ -86,6 +86,93 @@ def test_traceback_shows_the_code_and_no_frame_of_the_worker(tool: PythonTool) -
   assert text.startswith("Traceback") and "return missing" in text and "_execute" not in text
 
 
+PROGRAMS = (
+  ("def f(x: int) -> 'str': pass\nprint(f.__annotations__)", "{'x': <class 'int'>, 'return': 'str'}\n"),
+  ("x: int = 3\nprint(__annotations__)", "{'x': <class 'int'>}\n"),
+  ("class A:\n  x: missing", "NameError: name 'missing' is not defined\n"),
+  ("exec('def f(x: int): pass')\nprint(f.__annotations__)", "{'x': <class 'int'>}\n"),
+  (
+    "from functools import singledispatch\n@singledispatch\ndef f(x): pass\n@f.register\ndef _(x: int): return 7\nf(3)",
+    "7\n",
+  ),
+  ("from __future__ import annotations\ndef f(x: int): pass\nprint(f.__annotations__)", "{'x': 'int'}\n"),
+  ("[name for name in globals() if not name.startswith('__')]", "[]\n"),
+  ("__name__, __doc__, __spec__, __package__, __builtins__.__name__", "('__main__', None, None, None, 'builtins')\n"),
+  ("__builtins__.len('ab')", "2\n"),
+  ("import sys\n[name for name in sys.modules if name.startswith('sao_jax')]", "[]\n"),
+  ("import sys\nsys.argv, sys.orig_argv == [sys.executable]", "([''], True)\n"),
+  ("import sao_jax", "ModuleNotFoundError: No module named 'sao_jax'\n"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "end"), PROGRAMS)
+def test_code_inherits_nothing_of_the_tool(tool: PythonTool, code: str, end: str) -> None:
+  with tool.session() as session:
+    text = session.run(code)
+  assert text.endswith(end) and (text == end or text.startswith("Traceback")) and "<tool>" not in text
+
+
+def test_future_features_stay_from_call_to_call_and_not_between_sessions(tool: PythonTool) -> None:
+  code = "def f(x: int): pass\nf.__annotations__"
+  with tool.session() as one, tool.session() as two:
+    assert one.run("from __future__ import annotations") == ""
+    assert (one.run(code), two.run(code)) == ("{'x': 'int'}\n", "{'x': <class 'int'>}\n")
+
+
+EXITS = (
+  ("print(1)\nexit()\nprint(2)", "1\n"),
+  ("print(1)\nquit(0)", "1\n"),
+  ("import sys\nprint(1)\nsys.exit()", "1\n"),
+  ("import sys\nsys.exit(False)", ""),
+  ("def f():\n  raise SystemExit\nf()", ""),
+  ("try:\n  exit()\nexcept Exception:\n  print('caught')", ""),
+  ("import sys\nsys.exit('no such file')", "no such file\n"),
+  ("raise SystemExit([1, 2])", "[1, 2]\n"),
+  ("import sys\nsys.exit(3)", "[exit code 3]\n"),
+  ("print('a', end='')\nquit(-1)", "a\n[exit code 255]\n"),
+  ("import sys\nsys.stdout.close()\nsys.exit(True)", "[exit code 1]\n"),
+  ("try:\n  exit(4)\nexcept SystemExit as error:\n  print(error.code)", "4\n"),
+  ("class E:\n  def __str__(self): return 1 / 0\nexit(E())", "ZeroDivisionError: division by zero\n"),
+  ("import os\nprint(1)\nos._exit(3)", "1\n[the interpreter ended; variables are lost]\n"),
+)
+
+
+@pytest.mark.parametrize(("code", "end"), EXITS)
+def test_programs_that_exit_end_as_python_ends_them(tool: PythonTool, code: str, end: str) -> None:
+  with tool.session() as session:
+    session.run("kept = 5")
+    text = session.run(code)
+    assert text == end or (end.startswith("Zero") and text.endswith(end))
+    assert session.run("kept") == "5\n" or "os._exit" in code
+
+
+def test_forked_children_exit_with_their_own_status(tool: PythonTool) -> None:
+  if not tool.isolation["processes_counted"]:
+    pytest.skip("no threads or processes where the system does not count them")
+  for end, status in (("exit(5)", 5), ("raise SystemExit", 0), ("1 / 0", 1)):
+    with tool.session() as session:
+      text = session.run(f"import os\nif not (pid := os.fork()):\n  {end}\nos.waitpid(pid, 0)[1] >> 8")
+      assert text.endswith(f"\n{status}\n" if end == "1 / 0" else f"{status}\n") and "exit code" not in text
+
+
+def test_names_of_the_prompt(tool: PythonTool) -> None:
+  with tool.session() as session:
+    assert "len(obj, /)" in session.run("help(len)")
+    assert session.run("help()").startswith("Welcome to Python")  # and goes on, without anybody to ask
+    assert session.run("exit").startswith("Use exit()") and "Python Software Foundation" in session.run("copyright")
+    assert "EOFError" not in session.run("help('for')") + session.run("credits()")
+
+
+def test_sets_have_one_order_in_every_session_process_and_backend(tool: PythonTool) -> None:
+  code = "print({f'word {i}' for i in range(20)}, hash('a'))"
+  other = PythonTool(PythonToolConfig(pool_size=1, max_output_bytes=300))
+  with other, tool.session() as one, tool.session() as two, other.session() as three:
+    expected = one.run(code)
+    assert expected == two.run(code) == three.run(code) and expected.startswith("{'word")
+    if tool.isolation["processes_counted"]:
+      assert one.run(f"import subprocess, sys\n_ = subprocess.run([sys.executable, '-c', {code!r}])") == expected
+
+
 def test_state_lives_within_a_session_and_never_between_sessions(tool: PythonTool) -> None:
   with tool.session() as one, tool.session() as two:
     one.run("secret = 1\nimport math\nmath.pi = 3\nopen('secret', 'w').write('x')")
@@ -115,7 +202,8 @@ def test_wall_clock_limit_ends_the_interpreter_and_the_next_call_has_a_new_one()
 def test_cpu_limit_is_an_error_in_the_code_and_keeps_the_session(tool: PythonTool) -> None:
   with tool.session() as session:
     session.run("x = 1")
-    assert "TimeoutError: CPU time limit of 1 s exceeded" in session.run("while True: pass")
+    text = session.run("while True: pass")
+    assert "TimeoutError: CPU time limit of 1 s exceeded" in text and "<tool>" not in text
     assert session.run("x") == "1\n"
 
 

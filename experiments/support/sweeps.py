@@ -1,0 +1,31 @@
+"""What the sweeps over other packages' tasks share: limits of CPU time, rows, and one JSON object at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+  """Raises TimeoutError after so much CPU time; on the main thread only."""
+
+  def stop(*_: object) -> None:
+    raise TimeoutError(f"took more than {seconds} s of CPU time")
+
+  before = signal.signal(signal.SIGPROF, stop)
+  signal.setitimer(signal.ITIMER_PROF, seconds)
+  try:
+    yield
+  finally:
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
+
+
+def conclude(summary: Mapping[str, Any], *, faults: str) -> int:
+  """Prints the summary on the last line; returns the exit code: 1 if its entry `faults` names any."""
+  print("\n" + json.dumps(summary))
+  return 1 if summary[faults] else 0
