@@ -422,7 +422,7 @@ def test_what_no_listing_names_is_not_left_to_orbax(make, tmp_path):
   make(tmp_path / "checkpoints" / "1")
   with (
     open_(tmp_path) as checkpointer,
-    pytest.raises(checkpoints.CheckpointError, match="must stay inside|Too many levels|must be a regular file"),
+    pytest.raises(checkpoints.CheckpointError, match=r"must stay inside|Too many levels|must be a regular file"),
   ):
     checkpointer.host_state(1)
 
