@@ -21,10 +21,11 @@ import safetensors
 import safetensors.numpy
 
 from sao_jax import foreign
-from sao_jax.models import shards
+from sao_jax.models import shards, token_ids
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.heads import init_policy
 from sao_jax.models.hf_config import config_from_hf, config_to_hf, is_mtp_tensor
+from sao_jax.models.token_ids import TokenIds
 from sao_jax.types import Params
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -38,6 +39,7 @@ _EXPONENTS: Mapping[str, tuple[Any, int]] = {
 }  # fmt: skip
 """The bits of a number's exponent."""
 _BLOCK = 1 << 22
+_GENERATION_FILE = "generation_config.json"
 _PART = ".part-{}.safetensors"
 """A file that is being written."""
 _WHOLE = slice(None)
@@ -103,15 +105,21 @@ def _all_finite(value: np.ndarray) -> bool:
 
 
 def _read_config(path: pathlib.Path) -> ModelConfig:
-  """Reads a `config.json`; whatever is wrong with it is a ValueError that names the file."""
+  """Reads a `config.json`, and the ids of a `generation_config.json` beside it; a ValueError names the file."""
   values = foreign.read_object(path)
   try:
     layers = values.get("num_hidden_layers")
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= _MOST_LAYERS:
       raise ValueError(f"num_hidden_layers must be an int in [1, {_MOST_LAYERS}]; received {layers!r}")
-    return config_from_hf(values)
+    config = config_from_hf(values)
   except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
     raise ValueError(f"{path}: {error}") from error
+  generation = path.with_name(_GENERATION_FILE)
+  try:
+    ids = token_ids.from_hf(foreign.read_object_if_there(generation))
+  except ValueError as error:
+    raise ValueError(f"{generation}: {error}") from error
+  return dataclasses.replace(config, generation_token_ids=ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +330,8 @@ def _export(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarr
 def save_hf(directory: PathLike, config: ModelConfig, params: Params, *, max_shard_bytes: int = 5_000_000_000) -> None:
   """Writes a checkpoint that transformers (and this library) loads; replaces one that is already there.
 
-  Files appear under their own names only when complete, `config.json` last.
+  Files appear under their own names only when complete, `config.json` last. bos, eos and pad are those of `config`;
+  other settings of a `generation_config.json` that is there are kept.
 
   Args:
     directory: created if needed.
@@ -354,6 +363,7 @@ def save_hf(directory: PathLike, config: ModelConfig, params: Params, *, max_sha
     (folder / name).unlink()
   if len(written) > 1:
     _write_json(folder / shards.INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+  _write_generation_config(folder / _GENERATION_FILE, config)
   _write_json(folder / "config.json", values)
 
 
@@ -376,6 +386,16 @@ def _write_shards(
     pending[name] = value
   flush()
   return written
+
+
+def _write_generation_config(path: pathlib.Path, config: ModelConfig) -> None:
+  """Writes the ids where the config has some of its own for generation, or where a file of an older save has others."""
+  existing = foreign.read_object_if_there(path)
+  ids = config.generation_token_ids
+  if ids == TokenIds() and existing:
+    ids = config.token_ids
+  if ids != TokenIds():
+    _write_json(path, token_ids.generation_config(ids, existing))
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
