@@ -94,4 +94,5 @@ def test_a_file_that_imports_one_does_so_under_the_name_of_its_extra() -> None:
     ("sao_jax/rollout/server.py", "aiohttp"), ("sao_jax/rollout/server_client.py", "aiohttp"),
     ("sao_jax/rollout/actor.py", "ray"),  # runs inside Ray
     ("sao_jax/models/gguf_checkpoint.py", "gguf"),  # after foreign.open_gguf
+    ("sao_jax/tokenizers/_tokenizer_trial.py", "tokenizers"),  # after hf_tokenizer, or in a process of its own
   }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 KEYS: Mapping[str, str] = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id"}
@@ -16,8 +16,8 @@ class TokenIds:
   """Ids of the special tokens; None: not named."""
 
   bos: int | None = None
-  eos: int | tuple[int, ...] | None = None
-  """One id, or several that all end a text."""
+  eos: int | Sequence[int] | None = None
+  """One id, or several that all end a text; kept as a tuple."""
   pad: int | None = None
 
   def __post_init__(self) -> None:

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 from sao_jax import foreign
 from sao_jax.extras import needed
-from sao_jax.tokenizers import quoting
-from sao_jax.tokenizers.hf_tokenizer import token_text
+from sao_jax.tokenizers import added_tokens, quoting
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, with `tool_calls` and what else the template reads."""
@@ -87,8 +86,7 @@ class ChatTemplate:
     where = own_file if own_file.exists() else path
     if not isinstance(found, str):
       raise ValueError(f"{where}: chat_template must be text; received {type(found).__name__}.")
-    tokens = {key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str | dict)}
-    variables = {key: token_text(path, key, value) for key, value in tokens.items()}
+    variables = added_tokens.special_tokens(directory)
     try:
       return cls(found, stop_tokens=stop_tokens, control_tokens=control_tokens, variables=variables)
     except ValueError as error:

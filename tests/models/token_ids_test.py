@@ -111,5 +111,5 @@ def test_ids_make_no_other_model() -> None:
 
 
 def test_a_list_as_json_has_it_is_the_same_ids() -> None:
-  assert TokenIds(eos=[1, 2]) == TokenIds(eos=(1, 2))  # type: ignore[arg-type]
+  assert TokenIds(eos=[1, 2]) == TokenIds(eos=(1, 2))
   assert jax.tree.leaves(token_ids.to_hf(TokenIds(bos=0, eos=(1, 2)))) == [0, 1, 2]
