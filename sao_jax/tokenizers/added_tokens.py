@@ -27,22 +27,21 @@ def token_text(path: pathlib.Path, key: str, token: Any) -> str:
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:
   """The special tokens by the names that templates read them by: `bos_token`, `eos_token`, ...
 
-  Where `tokenizer_config.json` and the older `special_tokens_map.json` differ, the older file counts unless the first
-  has an `added_tokens_decoder`; a warning names both.
+  As in transformers, the older `special_tokens_map.json` counts more than `tokenizer_config.json`, but not at all where
+  that has an `added_tokens_decoder`. A warning tells of tokens that one of them therefore names in vain.
 
   Raises:
     ValueError: a file that cannot be read, or a name with anything else than a token; the message names it.
   """
-  settings = _texts(directory / _SETTINGS)
-  older = _texts(directory / _MAP)
-  differing = [key for key in settings if older.get(key, settings[key]) != settings[key]]
-  newer_counts = "added_tokens_decoder" in foreign.read_object_if_there(directory / _SETTINGS)
-  tokens = {**older, **settings} if newer_counts else {**settings, **older}
-  for key in differing:
-    logging.warning(
-      "%s: %s is %r in %s and %r in %s; taken is %r.", directory, key, settings[key], _SETTINGS, older[key], _MAP,
-      tokens[key],
-    )  # fmt: skip
+  settings, older = _texts(directory / _SETTINGS), _texts(directory / _MAP)
+  only_newer = "added_tokens_decoder" in foreign.read_object_if_there(directory / _SETTINGS)
+  tokens = settings if only_newer else {**settings, **older}
+  for key, value in older.items():
+    if settings.get(key, None if only_newer else value) != value:
+      logging.warning(
+        "%s: %s is %r in %s and %r in %s; taken is %r.", directory, key, settings.get(key), _SETTINGS, value, _MAP,
+        tokens.get(key),
+      )  # fmt: skip
   return tokens
 
 
@@ -64,7 +63,7 @@ def read(directory: pathlib.Path) -> list[dict[str, Any]]:
     ValueError: a file that cannot be read as what it should be, a token with two ids, or an id with two tokens.
   """
   settings = foreign.read_object_if_there(directory / _SETTINGS)
-  special = {**dict.fromkeys(_listed(directory / _SETTINGS)), **dict.fromkeys(_listed(directory / _MAP))}
+  special = dict.fromkeys(_special(directory, settings))
   tokens: dict[str, dict[str, Any]] = {}
   owners: dict[int, str] = {}
   for where, content, token in (*_from_settings(directory, settings), *_from_added(directory, special)):
@@ -109,12 +108,25 @@ def _checked_id(path: pathlib.Path, content: str, number: Any) -> int:
   return number
 
 
-def _listed(path: pathlib.Path) -> list[str]:
-  """The special tokens that a file lists, those without a name of their own too."""
+def _special(directory: pathlib.Path, settings: Mapping[str, Any]) -> list[str]:
+  """The special tokens that files list, in the order in which transformers adds those that have no ids.
+
+  Where there is an `added_tokens_decoder` it does not read the older file.
+  """
+  names = (_SETTINGS,) if "added_tokens_decoder" in settings else (_SETTINGS, _MAP)
+  files = [_listed(directory / name) for name in names]
+  named = sorted((pair for first, _ in files for pair in first), key=lambda pair: _NAMED.index(pair[0]))
+  return [token for _, token in (*named, *(pair for _, others in files for pair in others)) if token]
+
+
+def _listed(path: pathlib.Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+  """`(key, token)` of the special tokens with names of their own, and of the others, in a file."""
   values = foreign.read_object_if_there(path)
-  found = [(key, values[key]) for key in _NAMED if values.get(key) is not None]
+  named = [(key, values[key]) for key in _NAMED if values.get(key) is not None]
+  others = []
   for key in _LISTS:
     more = values.get(key) or []
     each = more.values() if isinstance(more, dict) else more if isinstance(more, list) else [more]
-    found += [(key, token) for token in each]
-  return [text for text in (token_text(path, key, token) for key, token in found) if text]
+    others += [(key, token) for token in each]
+  first, second = ([(key, token_text(path, key, token)) for key, token in pairs] for pairs in (named, others))
+  return first, second

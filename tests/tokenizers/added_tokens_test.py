@@ -60,6 +60,15 @@ def test_named_special_tokens_without_ids_come_last_in_order(file, directory):
   assert load(directory).encode("<s><pad><x><a>") == [258, 259, 260, 257]
 
 
+def test_order_of_tokens_without_ids_over_both_files(directory):
+  settings = {"pad_token": "<pad>", "additional_special_tokens": ["<x>"]}
+  write(directory, tokenizer_config=settings, special_tokens_map={"bos_token": "<s>", "mask_token": "<m>"})
+  assert load(directory).encode("<s><pad><m><x>") == [257, 258, 259, 260]
+  write(directory, tokenizer_config=settings | {"added_tokens_decoder": {}})
+  assert load(directory).encode("<pad><x>") == [257, 258]
+  assert load(directory).vocab_size == 259
+
+
 def test_extra_special_tokens_may_be_an_object(directory):
   write(directory, tokenizer_config={"extra_special_tokens": {"image_token": "<image>"}})
   assert load(directory).encode("<image>") == [257]
@@ -136,8 +145,10 @@ def test_names_come_from_both_files(directory, caplog):
   assert special_tokens(directory) == {"eos_token": "<o>"}
   expected = "eos_token is '<e>' in tokenizer_config.json and '<o>' in special_tokens_map.json; taken is '<o>'"
   assert expected in caplog.text
-  write(directory, tokenizer_config={"eos_token": "<e>", "added_tokens_decoder": {}})
+  write(directory, tokenizer_config={"eos_token": "<e>", "added_tokens_decoder": {}},
+        special_tokens_map={"bos_token": "<s>"})  # fmt: skip
   assert special_tokens(directory) == {"eos_token": "<e>"}
+  assert "bos_token is None in tokenizer_config.json and '<s>' in special_tokens_map.json; taken is None" in caplog.text
 
 
 def test_the_template_and_the_stop_tokens_have_the_names(directory):
