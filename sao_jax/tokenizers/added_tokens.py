@@ -39,8 +39,8 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
   for key, value in older.items():
     if settings.get(key, None if only_newer else value) != value:
       logging.warning(
-        "%s: %s is %.100r in %s and %.100r in %s; taken is %.100r.", directory, key, settings.get(key), _SETTINGS, value, _MAP,
-        tokens.get(key),
+        "%s: %s is %.100r in %s and %.100r in %s; taken is %.100r.",
+        directory, key, settings.get(key), _SETTINGS, value, _MAP, tokens.get(key),
       )  # fmt: skip
   return tokens
 
