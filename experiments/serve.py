@@ -24,8 +24,7 @@ from sao_jax.rollout.server.completions import Completions
 from sao_jax.rollout.server.config import ServerConfig
 from sao_jax.tokenizers import HFTokenizer
 from sao_jax.types import Params
-from sao_jax.utils import process_exit
-from sao_jax.utils import untrusted_files as foreign
+from sao_jax.utils import process_exit, untrusted_files
 from sao_jax.utils.extras import MissingExtraError, needed
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 def stop_ids_of(checkpoint: pathlib.Path) -> tuple[int, ...]:
   """The `eos_token_id` of a checkpoint's `generation_config.json` or `config.json`; empty if neither names one."""
   for name in ("generation_config.json", "config.json"):
-    ids = foreign.read_object_if_there(checkpoint / name).get("eos_token_id")
+    ids = untrusted_files.read_object_if_there(checkpoint / name).get("eos_token_id")
     if ids is not None:
       listed = ids if isinstance(ids, list) else [ids]
       if any(type(i) is not int for i in listed):

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from sao_jax.models.token_ids import TokenIds
+
 MODEL_TYPES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
 DTYPES = ("float32", "bfloat16", "float16")
 MOE_IMPLEMENTATIONS = ("auto", "ragged", "blocks", "dense", "gmm")
@@ -137,6 +139,12 @@ class ModelConfig:
   """Layer i is sparse only when (i + 1) is a multiple of it."""
   mlp_only_layers: tuple[int, ...] = ()
   """Further layers that are dense."""
+
+  # Not compared: weights of the same architecture fit, whatever a file says of tokens.
+  token_ids: TokenIds = dataclasses.field(default=TokenIds(), compare=False)
+  """bos, eos and pad of `config.json`. Kept for checkpoints; nothing here stops at them."""
+  generation_token_ids: TokenIds = dataclasses.field(default=TokenIds(), compare=False)
+  """Those of `generation_config.json`, which transformers prefers; none: there is no such file."""
 
   dtype: str = "float32"
   """Of activations and matmuls; norms, router, rotation, softmax, logits and values are float32 in any case."""

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sao_jax.tokenizers import tool_calls
+from sao_jax.tokenizers import end_of_turn, tool_calls
 from sao_jax.tokenizers.chat_template import ChatTemplate, Message
 from sao_jax.tokenizers.gguf_tokenizer import load_gguf_tokenizer
 from sao_jax.tokenizers.hf_tokenizer import HFTokenizer
@@ -30,6 +30,8 @@ class Chat:
   def load(cls, checkpoint: str | pathlib.Path, **options: Any) -> Chat:
     """Reads a checkpoint directory of Hugging Face, or a GGUF file.
 
+    A warning tells of a template that ends a turn with another token than the checkpoint's stop tokens.
+
     Args:
       checkpoint: the directory, or a file whose name ends in `.gguf`.
       **options: see `Chat.options`.
@@ -40,6 +42,7 @@ class Chat:
     else:
       tokenizer = HFTokenizer.load(path)
       template = ChatTemplate.load(path, stop_tokens=tokenizer.stop_tokens, control_tokens=tokenizer.control_tokens)
+    end_of_turn.report(path, tokenizer, template)
     return cls(tokenizer=tokenizer, template=template, style=tool_calls.style_of(template.source), options=options)
 
   def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:

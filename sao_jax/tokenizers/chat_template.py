@@ -7,8 +7,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from sao_jax.tokenizers import quoting
-from sao_jax.tokenizers.hf_tokenizer import token_text
+from sao_jax.tokenizers import added_tokens, quoting
 from sao_jax.tokenizers.template_renderer import RefusedError, TemplateRenderer
 from sao_jax.utils import untrusted_files
 
@@ -94,7 +93,7 @@ class ChatTemplate:
     source = found or settings.get("chat_template")
     if source is None:
       raise FileNotFoundError(f"{directory} holds no chat template: no chat_template.jinja, none in {path.name}.")
-    variables = _special_tokens(directory, settings)
+    variables = added_tokens.special_tokens(directory)
     try:
       return cls(_checked(source), stop_tokens=stop_tokens, control_tokens=control_tokens, variables=variables)
     except ValueError as error:
@@ -274,22 +273,3 @@ def _checked(found: Any) -> str | dict[str, str]:
     if not isinstance(text, str):
       raise ValueError(f"chat_template must be text; received {type(text).__name__}.")
   return found
-
-
-def _special_tokens(directory: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
-  """The tokens that templates read by name, such as `bos_token`.
-
-  Old checkpoints name them in `special_tokens_map.json`, which transformers reads where `tokenizer_config.json` has no
-  `added_tokens_decoder`.
-  """
-  tokens: dict[str, str] = {}
-  path = directory / "tokenizer_config.json"
-  old = directory / "special_tokens_map.json"
-  named = [(path, settings)]
-  if "added_tokens_decoder" not in settings:
-    named.append((old, untrusted_files.read_object_if_there(old)))
-  for where, found in named:
-    for key, value in found.items():
-      if key.endswith("_token") and isinstance(value, str | dict):
-        tokens[key] = token_text(where, key, value)
-  return tokens

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 from sao_jax.tokenizers.chat_template import ChatTemplate
 from sao_jax.tokenizers.hf_tokenizer import HFTokenizer
 from sao_jax.utils import untrusted_files
-from sao_jax.utils.extras import needed
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are found in text as wholes
 _SPLITS = ("gpt-2", "smollm")
@@ -70,21 +70,22 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
 
 def _serialize(tokens: list[str], merges: list[str], types: list[int], split: str) -> str:
   """The vocabulary in the form of a `tokenizer.json`."""
-  with needed("hf"):
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
+  byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+  digits = [{"type": "Digits", "individual_digits": True}] if split == "smollm" else []
+  plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+  added = [
+    {**plain, "id": i, "content": token, "special": kind == _CONTROL}
+    for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+    if kind in (_CONTROL, _USER_DEFINED)
+  ]
   pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-  try:
-    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
-  except Exception as error:  # the only class that it raises
-    raise ValueError(f"not a vocabulary with merges: {error}") from error
-  words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  digits = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
-  backend.pre_tokenizer = pre_tokenizers.Sequence([*digits, words])
-  backend.decoder = decoders.ByteLevel()
-  for token, kind in zip(tokens, types, strict=True):
-    if kind in (_CONTROL, _USER_DEFINED):
-      added = tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
-      (backend.add_special_tokens if kind == _CONTROL else backend.add_tokens)([added])
-  return backend.to_str()
+  values = {
+    "version": "1.0",
+    "added_tokens": added,
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*digits, byte_level]},
+    "post_processor": None,
+    "decoder": byte_level,
+    "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": pairs},
+  }
+  return json.dumps(values)

@@ -95,6 +95,7 @@ def test_a_file_that_imports_one_does_so_under_the_name_of_its_extra() -> None:
     ("sao_jax/rollout/server/server.py", "aiohttp"), ("sao_jax/rollout/remote/client.py", "aiohttp"),
     ("sao_jax/rollout/server/admission.py", "aiohttp"),  # of server.py
     ("sao_jax/rollout/ray/ray_worker.py", "ray"),  # runs inside Ray
-    ("sao_jax/models/checkpoints/gguf.py", "gguf"),  # after foreign.open_gguf
+    ("sao_jax/models/checkpoints/gguf.py", "gguf"),  # after untrusted_files.open_gguf
     ("sao_jax/tokenizers/_template_worker.py", "jinja2"),  # runs in a process of its own
+    ("sao_jax/tokenizers/_tokenizer_trial.py", "tokenizers"),  # after hf_tokenizer, or in a process of its own
   }  # fmt: skip

@@ -15,6 +15,7 @@ import numpy as np
 from sao_jax.models.config import ModelConfig, RopeScaling
 from sao_jax.models.heads import init_policy
 from sao_jax.models.layers import rope_frequencies
+from sao_jax.models.token_ids import TokenIds
 from sao_jax.types import Params
 from sao_jax.utils import untrusted_files
 
@@ -145,6 +146,7 @@ def _config(reader: Any, tensors: dict[str, Any], dtype: str, param_dtype: str) 
     attention_bias="blk.0.attn_q.bias" in tensors,
     attention_out_bias="blk.0.attn_output.bias" in tensors,
     mlp_bias="blk.0.ffn_gate.bias" in tensors,
+    token_ids=_token_ids(reader),
     dtype=dtype,
     param_dtype=param_dtype,
   )
@@ -152,6 +154,14 @@ def _config(reader: Any, tensors: dict[str, Any], dtype: str, param_dtype: str) 
   if unknown:
     raise ValueError(f"These llama.* keys of the GGUF file are not supported: {unknown}.")
   return config
+
+
+def _token_ids(reader: Any) -> TokenIds:
+  """bos, eos and pad; a token that ends a turn, where the file names one, ends a text like eos."""
+  names = ("bos", "eos", "eot", "padding")
+  fields = {name: reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in names}
+  bos, eos, eot, pad = (None if field is None else field.contents() for field in fields.values())
+  return TokenIds(bos=bos, eos=eos if eot in (None, eos) else eot if eos is None else (eos, eot), pad=pad)
 
 
 def _decimal(value: float) -> float:

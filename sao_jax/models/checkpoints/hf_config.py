@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from sao_jax.models import token_ids
 from sao_jax.models.config import DTYPES, MODEL_TYPES, ModelConfig, RopeScaling
 
 _MISSING = object()
@@ -20,9 +21,7 @@ _INERT = frozenset(
   {
     "architectures",
     "auto_map",
-    "bos_token_id",
     "chunk_size_feed_forward",
-    "eos_token_id",
     "id2label",
     "initializer_range",
     "is_llama_config",
@@ -32,7 +31,6 @@ _INERT = frozenset(
     "num_mtp_layers",
     "num_nextn_predict_layers",
     "output_router_logits",
-    "pad_token_id",
     "pretraining_tp",
     "problem_type",
     "return_dict",
@@ -78,8 +76,10 @@ _OF_GENERATION = frozenset(
   }
 )
 
-# Fields of ModelConfig that say how to compute, not what: a checkpoint does not carry them.
-_RUNTIME_FIELDS = frozenset({"dtype", "param_dtype", "remat", "moe_impl", "attention_impl", "init_std"})
+# Fields of ModelConfig that say how to compute, not what, or that are kept in another file.
+_NOT_IN_CONFIG = frozenset({
+  "dtype", "param_dtype", "remat", "moe_impl", "attention_impl", "init_std", "generation_token_ids",
+})  # fmt: skip
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   "llama": {"max_position_embeddings": 2048},
@@ -122,6 +122,10 @@ class _Keys:
     if default is _MISSING:
       raise ValueError(f"{self._what} has no {' or '.join(names)}.")
     return default
+
+  def take_all(self, *names: str) -> dict[str, Any]:
+    """Those of `names` that are there, nulls included."""
+    return {name: self._left.pop(name) for name in names if name in self._left}
 
   def require(self, name: str, allowed: tuple[Any, ...]) -> None:
     """Refuses any value of `name` but the allowed ones (the first is what an absent key means)."""
@@ -171,6 +175,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     "qk_norm": keys.take("use_qk_norm", default=False) if model_type == "glm4_moe" else model_type != "llama",
     "attention_bias": keys.take("attention_bias", default=False),
     "mlp_bias": keys.take("mlp_bias", default=False) if model_type == "llama" else False,
+    "token_ids": token_ids.from_hf(keys.take_all(*token_ids.KEYS.values()), model_type),
     "param_dtype": str(keys.take("dtype", "torch_dtype", default="float32")).removeprefix("torch."),
   }
   fields["attention_out_bias"] = fields["attention_bias"] and model_type != "glm4_moe"
@@ -333,6 +338,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     "rope_theta": config.rope_theta,
     "rope_scaling": _scaling_to_hf(config.rope_scaling),
     "torch_dtype": config.param_dtype,
+    **token_ids.to_hf(config.token_ids),
     "use_cache": True,
   }
   values |= {
@@ -392,7 +398,7 @@ def _check_round_trip(config: ModelConfig, values: Mapping[str, Any]) -> None:
   lost = {
     field.name: getattr(config, field.name)
     for field in dataclasses.fields(config)
-    if field.name not in _RUNTIME_FIELDS and getattr(config, field.name) != getattr(read, field.name)
+    if field.name not in _NOT_IN_CONFIG and getattr(config, field.name) != getattr(read, field.name)
   }
   if lost:
     raise ValueError(f"model_type {config.model_type!r} cannot carry {lost}; choose another of {MODEL_TYPES}.")

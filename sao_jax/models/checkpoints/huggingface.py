@@ -20,9 +20,12 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from sao_jax.models import token_ids
+from sao_jax.models.checkpoints import shards
 from sao_jax.models.checkpoints.hf_config import config_from_hf, config_to_hf, is_mtp_tensor
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.heads import init_policy
+from sao_jax.models.token_ids import TokenIds
 from sao_jax.types import Params
 from sao_jax.utils import untrusted_files
 
@@ -31,14 +34,15 @@ ShardingOf: TypeAlias = Callable[[tuple[str, ...], jax.ShapeDtypeStruct], jax.sh
 """`(parameter path, shape and dtype) -> sharding`."""
 _Index: TypeAlias = tuple[slice, ...]
 
-_INDEX_FILE = "model.safetensors.index.json"
-_SINGLE_FILE = "model.safetensors"
 _DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _EXPONENTS: Mapping[str, tuple[Any, int]] = {
   "float32": (np.uint32, 0x7F800000), "bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00),
 }  # fmt: skip
 """The bits of a number's exponent."""
 _BLOCK = 1 << 22
+_GENERATION_FILE = "generation_config.json"
+_PART = ".part-{}.safetensors"
+"""A file that is being written."""
 _WHOLE = slice(None)
 _MOST_LAYERS = 1_000
 """No model has more; a file that says so would keep this process busy."""
@@ -50,23 +54,23 @@ class _Files(contextlib.AbstractContextManager["_Files"]):
   def __init__(self, directory: pathlib.Path):
     self._stack = contextlib.ExitStack()
     self._slices: dict[str, Any] = {}
-    if (directory / _INDEX_FILE).exists():
-      weight_map = _read_index(directory / _INDEX_FILE)
-    elif (directory / _SINGLE_FILE).exists():
-      weight_map = None
-    else:
-      raise FileNotFoundError(f"{directory} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}.")
-    for file in [_SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values())):
+    names, weight_map = shards.find(directory)
+    for file in names:
       untrusted_files.check_regular(directory / file)
       try:
         handle = self._stack.enter_context(safetensors.safe_open(directory / file, framework="numpy"))
       except safetensors.SafetensorError as error:  # its header is checked against its size before anything is read
         raise ValueError(f"{directory / file} is not a valid safetensors file: {error}") from error
       for name in handle.keys():  # noqa: SIM118 (not a mapping)
+        if weight_map.get(name, file) != file:
+          where = f"tensor {name} is in {file}, and {shards.INDEX_FILE} says {weight_map[name]}"
+          raise ValueError(f"{directory}: weights of two saves are there: {where}.")
+        if name in self._slices:
+          raise ValueError(f"{directory}: weights of two saves are there: {file} holds another tensor {name}.")
         self._slices[name] = handle.get_slice(name)
-    missing = sorted(set(weight_map or ()) - set(self._slices))
+    missing = sorted(set(weight_map) - set(self._slices))
     if missing:
-      raise ValueError(f"{_INDEX_FILE} names tensors that its files do not hold: {missing[:5]}.")
+      raise ValueError(f"{directory}: {shards.INDEX_FILE} names tensors that its files do not hold: {missing[:5]}.")
 
   def __exit__(self, *exc: object) -> None:
     self._stack.close()
@@ -102,26 +106,21 @@ def _all_finite(value: np.ndarray) -> bool:
 
 
 def _read_config(path: pathlib.Path) -> ModelConfig:
-  """Reads a `config.json`; whatever is wrong with it is a ValueError that names the file."""
+  """Reads a `config.json`, and the ids of a `generation_config.json` beside it; a ValueError names the file."""
   values = untrusted_files.read_object(path)
   try:
     layers = values.get("num_hidden_layers")
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= _MOST_LAYERS:
       raise ValueError(f"num_hidden_layers must be an int in [1, {_MOST_LAYERS}]; received {layers!r}")
-    return config_from_hf(values)
+    config = config_from_hf(values)
   except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
     raise ValueError(f"{path}: {error}") from error
-
-
-def _read_index(path: pathlib.Path) -> Mapping[str, str]:
-  """Which file holds which tensor; files elsewhere than beside the index are refused."""
-  weight_map = untrusted_files.read_object(path).get("weight_map")
-  if not isinstance(weight_map, dict):
-    raise ValueError(f"{path}: 'weight_map' must be an object; received {type(weight_map).__name__}.")
-  for name, file in weight_map.items():
-    if not isinstance(file, str) or pathlib.PurePath(file).name != file or not file.endswith(".safetensors"):
-      raise ValueError(f"{path}: tensor {name!r} must name a .safetensors file of the same folder; received {file!r}.")
-  return weight_map
+  generation = path.with_name(_GENERATION_FILE)
+  try:
+    ids = token_ids.from_hf(untrusted_files.read_object_if_there(generation))
+  except ValueError as error:
+    raise ValueError(f"{generation}: {error}") from error
+  return dataclasses.replace(config, generation_token_ids=ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +245,8 @@ def load_hf(
 
   Raises:
     FileNotFoundError: no `config.json` or no safetensors.
-    ValueError: a switch, tensor name, shape or dtype that is not supported; the message names it.
+    ValueError: a switch, tensor name, shape or dtype that is not supported, or weights of two saves;
+      the message names it.
   """
   folder = pathlib.Path(directory)
   config = _read_config(folder / "config.json")
@@ -331,7 +331,8 @@ def _export(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarr
 def save_hf(directory: PathLike, config: ModelConfig, params: Params, *, max_shard_bytes: int = 5_000_000_000) -> None:
   """Writes a checkpoint that transformers (and this library) loads; replaces one that is already there.
 
-  Files appear under their own names only when complete, `config.json` last.
+  Files appear under their own names only when complete, `config.json` last. bos, eos and pad are those of `config`;
+  other settings of a `generation_config.json` that is there are kept.
 
   Args:
     directory: created if needed.
@@ -349,20 +350,21 @@ def save_hf(directory: PathLike, config: ModelConfig, params: Params, *, max_sha
     raise ValueError(f"params are not those of a policy of this config: expected shapes {shapes}; received {received}.")
   folder = pathlib.Path(directory)
   folder.mkdir(parents=True, exist_ok=True)
-  stale = {path.name for path in folder.glob("model*.safetensors")} | {_INDEX_FILE}
-  shards = _write_shards(folder, _export(config, params), max_shard_bytes)
-  total = sum(size for _, sizes in shards for size in sizes.values())
+  written = _write_shards(folder, _export(config, params), max_shard_bytes)
+  total = sum(size for _, sizes in written for size in sizes.values())
   weight_map: dict[str, str] = {}
-  for i, (temporary, sizes) in enumerate(shards, start=1):
-    name = _SINGLE_FILE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+  stale = set(shards.weight_files(folder))
+  (folder / shards.INDEX_FILE).unlink(missing_ok=True)  # first: without it no mixture of two saves can be loaded
+  for i, (temporary, sizes) in enumerate(written, start=1):
+    name = shards.shard_name(i, len(written))
     temporary.replace(folder / name)
     stale.discard(name)
     weight_map |= dict.fromkeys(sizes, name)
-  if len(shards) > 1:
-    _write_json(folder / _INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    stale.discard(_INDEX_FILE)
-  for name in stale:
-    (folder / name).unlink(missing_ok=True)
+  for name in (*stale, *(path.name for path in folder.glob(_PART.format("*")))):  # parts: of saves that were killed
+    (folder / name).unlink()
+  if len(written) > 1:
+    _write_json(folder / shards.INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+  _write_generation_config(folder / _GENERATION_FILE, config)
   _write_json(folder / "config.json", values)
 
 
@@ -370,13 +372,13 @@ def _write_shards(
   folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], max_bytes: int
 ) -> list[tuple[pathlib.Path, dict[str, int]]]:
   """Writes numbered temporary files of up to `max_bytes`; returns each with its tensors' sizes in bytes."""
-  shards: list[tuple[pathlib.Path, dict[str, int]]] = []
+  written: list[tuple[pathlib.Path, dict[str, int]]] = []
   pending: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
 
   def flush() -> None:
-    path = folder / f".part-{len(shards):05d}.safetensors"
+    path = folder / _PART.format(f"{len(written):05d}")
     safetensors.numpy.save_file(dict(pending), path, metadata={"format": "pt"})
-    shards.append((path, {name: value.nbytes for name, value in pending.items()}))
+    written.append((path, {name: value.nbytes for name, value in pending.items()}))
     pending.clear()
 
   for name, value in tensors:
@@ -384,7 +386,17 @@ def _write_shards(
       flush()
     pending[name] = value
   flush()
-  return shards
+  return written
+
+
+def _write_generation_config(path: pathlib.Path, config: ModelConfig) -> None:
+  """Writes the ids where the config has some of its own for generation, or where a file of an older save has others."""
+  existing = untrusted_files.read_object_if_there(path)
+  ids = config.generation_token_ids
+  if ids == TokenIds() and existing:
+    ids = config.token_ids
+  if ids != TokenIds():
+    _write_json(path, token_ids.generation_config(ids, existing))
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:

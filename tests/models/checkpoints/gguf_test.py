@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from sao_jax import models
 from sao_jax.models.layers import rope_frequencies
+from sao_jax.models.token_ids import TokenIds
 from sao_jax.utils import untrusted_files
 from tests.models.checkpoints.huggingface_test import FIXTURES
 
@@ -36,7 +37,13 @@ def _interleave(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _write(
-  path: pathlib.Path, *, quantized: bool = False, divisors: np.ndarray | None = None, theta: float = 1e5, **extra: Any
+  path: pathlib.Path,
+  *,
+  quantized: bool = False,
+  divisors: np.ndarray | None = None,
+  theta: float = 1e5,
+  tokens: dict[str, int] | None = None,
+  **extra: Any,
 ) -> None:
   tensors = safetensors.numpy.load_file(FIXTURES / "llama" / "model.safetensors")
   writer = gguf.GGUFWriter(path, "llama")
@@ -50,6 +57,8 @@ def _write(
   writer.add_rope_dimension_count(16)
   writer.add_rope_freq_base(theta)
   writer.add_layer_norm_rms_eps(1e-6)
+  for name, number in (tokens or {}).items():
+    writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
   for name, value in extra.items():
     writer.add_float32("llama." + name.replace("__", "."), value)
   if divisors is not None:
@@ -78,6 +87,30 @@ def test_equals_the_safetensors_model(tmp_path: pathlib.Path) -> None:
   want_config, want = models.load_hf(FIXTURES / "llama")
   assert config == want_config
   jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+@pytest.mark.parametrize(
+  ("tokens", "ids"),
+  [
+    ({}, TokenIds()),
+    ({"bos": 3, "eos": 4, "padding": 5}, TokenIds(bos=3, eos=4, pad=5)),
+    ({"eos": 4, "eot": 6}, TokenIds(eos=(4, 6))),
+    ({"eos": 4, "eot": 4}, TokenIds(eos=4)),
+    ({"eot": 6}, TokenIds(eos=6)),
+  ],
+)
+def test_token_ids_are_kept(tokens: dict[str, int], ids: TokenIds, tmp_path: pathlib.Path) -> None:
+  _write(tmp_path / "model.gguf", tokens=tokens)
+  config, params = models.load_gguf(tmp_path / "model.gguf")
+  assert config.token_ids == ids
+  models.save_hf(tmp_path, config, params)
+  assert models.load_hf(tmp_path)[0].token_ids == ids
+
+
+def test_a_token_id_that_is_none_is_refused_by_file(tmp_path: pathlib.Path) -> None:
+  _write(tmp_path / "model.gguf", tokens={"eos": 2**32 - 1})
+  with pytest.raises(ValueError, match=r"model\.gguf: eos_token_id must be .* received 4294967295"):
+    models.load_gguf(tmp_path / "model.gguf")
 
 
 def test_quantized_tensors_are_expanded(tmp_path: pathlib.Path) -> None:
