@@ -1,8 +1,11 @@
-"""SAO (arXiv 2607.07508) in JAX: pure functions in `ops`, everything else in the rooms named after it."""
+"""SAO (arXiv 2607.07508) in JAX: pure functions in `ops`, and the packages of a whole agent trainer beside them."""
 
 from __future__ import annotations
 
 from sao_jax import ops, types
+from sao_jax.utils import moved_modules
 from sao_jax.version import __version__
 
 __all__ = ["__version__", "ops", "types"]
+
+moved_modules.install()
