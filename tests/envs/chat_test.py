@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from sao_jax.envs.chat import PYTHON_TOOL, ChatEnv, Question
+from sao_jax.envs.chat import PYTHON_TOOL, ChatEnv, Question, python_tool
 from sao_jax.tokenizers import ParsedAction, ToolCall
 
 
@@ -69,6 +69,13 @@ def test_calls_then_an_answer():
   assert step.done and step.reward == 0.5 and not step.truncated and step.observation == ""
   assert step.info == {"success": False, "turns": 3, "tool_calls": 3, "tool_errors": 0}
   assert (tool.opened, tool.closed) == (1, 1)
+
+
+def test_the_model_is_told_of_packages():
+  assert python_tool() == PYTHON_TOOL
+  told = python_tool(("numpy", "sympy"))["function"]
+  assert told["description"].endswith(" Besides the standard library it can import numpy, sympy.")
+  assert told["name"] == "python" and "numpy" not in PYTHON_TOOL["function"]["description"]
 
 
 def test_threshold_decides_success():
