@@ -4,7 +4,8 @@
     --config.env.options="{'checkpoint': 'path/of/checkpoint', 'task': 'chain_sum', 'tool': True}"
 
     --config.env.factory=experiments.tasks.chat:math
-    --config.env.options="{'checkpoint': 'path/of/checkpoint', 'train': 'train.jsonl', 'held_out': 'test.jsonl'}"
+    --config.env.options="{'checkpoint': 'path/of/checkpoint', 'train': 'train.jsonl', 'held_out': 'test.jsonl', \
+      'packages': ('numpy', 'sympy')}"
 
     --config.env.factory=experiments.tasks.chat:coding
     --config.env.options="{'checkpoint': 'path/of/checkpoint', 'max_turns': 30}"
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from experiments.tasks import problem_file, standard
@@ -42,6 +43,7 @@ def reasoning_gym(
   answer: Answer = "tags",
   system: str | None = None,
   tool: bool = False,
+  packages: Sequence[str] = (),
   max_turns: int = 1,
   num_eval_tasks: int = 1_000,
   template: Mapping[str, Any] | None = None,
@@ -54,6 +56,7 @@ def reasoning_gym(
     answer: what is graded: the last action's whole `text`, what stands between `<answer>` `tags`, or its last `number`.
     system: text of the system's turn; None: no such turn.
     tool: whether Python is on offer; the template must teach tool calls.
+    packages: installed packages that it may import, such as numpy and sympy; the model is told.
     max_turns: actions per episode; 1 leaves no room for a call.
     num_eval_tasks: held-out tasks, whose seeds lie above the training tasks'.
     template: switches of the chat template, such as `{"enable_thinking": False}`.
@@ -61,6 +64,7 @@ def reasoning_gym(
 
   Raises:
     ValueError: a task, setting or other option that there is not.
+    ImportError: a package that is not installed.
   """
   if "task" not in options:
     raise ValueError("options of reasoning_gym must hold 'task', the name of a task set; received none.")
@@ -81,8 +85,8 @@ def reasoning_gym(
     return question
 
   return _domain(
-    checkpoint, questions, train.size, num_eval_tasks, tool=tool, max_turns=max_turns, template=template,
-    success_threshold=train.success_threshold,
+    checkpoint, questions, train.size, num_eval_tasks, tool=tool, packages=packages, max_turns=max_turns,
+    template=template, success_threshold=train.success_threshold,
   )  # fmt: skip
 
 
@@ -96,6 +100,7 @@ def math(
   instruction: str = MATH_INSTRUCTION,
   system: str | None = None,
   tool: bool = True,
+  packages: Sequence[str] = (),
   max_turns: int = 50,
   template: Mapping[str, Any] | None = None,
 ) -> Domain:
@@ -110,11 +115,13 @@ def math(
     instruction: stands below the problem; empty for none.
     system: text of the system's turn; None: no such turn.
     tool: whether Python is on offer.
+    packages: installed packages that it may import, such as numpy and sympy; the model is told.
     max_turns: actions per episode.
     template: switches of the chat template.
 
   Raises:
     ValueError: a file without problems, or a line without the fields or with an empty or not finite answer.
+    ImportError: a package that is not installed.
   """
   read = {path: problem_file.read(path, question_field, answer_field) for path in dict.fromkeys((train, held_out))}
   problems = {"train": read[train], "eval": read[held_out]}
@@ -129,8 +136,8 @@ def math(
     return question
 
   return _domain(
-    checkpoint, questions, len(problems["train"]), len(problems["eval"]), tool=tool, max_turns=max_turns,
-    template=template, close=grader.close,
+    checkpoint, questions, len(problems["train"]), len(problems["eval"]), tool=tool, packages=packages,
+    max_turns=max_turns, template=template, close=grader.close,
   )  # fmt: skip
 
 
@@ -162,13 +169,17 @@ def _domain(
   num_eval_tasks: int,
   *,
   tool: bool,
+  packages: Sequence[str],
   max_turns: int,
   template: Mapping[str, Any] | None,
   success_threshold: float = 1.0,
   close: Callable[[], None] = lambda: None,
 ) -> Domain:
+  if packages and not tool:
+    raise ValueError(f"packages are for the Python tool: tool must be True; received {tool!r} and {packages!r}.")
   chat = Chat.load(checkpoint, **(template or {}))
-  python = PythonTool(PythonToolConfig()) if tool else None
+  # The config refuses what is no sequence of names.
+  python = PythonTool(PythonToolConfig(packages=packages)) if tool else None  # type: ignore[arg-type]
 
   def close_all() -> None:
     if python is not None:
@@ -177,7 +188,12 @@ def _domain(
 
   return Domain(
     make_env=lambda split: ChatEnv(
-      chat, questions(split), python, max_turns=max_turns, success_threshold=success_threshold
+      chat,
+      questions(split),
+      python,
+      max_turns=max_turns,
+      success_threshold=success_threshold,
+      packages=packages,
     ),
     tokenizer=chat.tokenizer,
     num_train_tasks=num_train_tasks,

@@ -23,6 +23,15 @@ PYTHON_TOOL: Final[Mapping[str, Any]] = {
 }
 
 
+def python_tool(packages: Sequence[str] = ()) -> Mapping[str, Any]:
+  """The description of the Python tool that a model reads, with the packages that it may import."""
+  if not packages:
+    return PYTHON_TOOL
+  function = PYTHON_TOOL["function"]
+  description = f"{function['description']} Besides the standard library it can import {', '.join(packages)}."
+  return {**PYTHON_TOOL, "function": {**function, "description": description}}
+
+
 class Call(Protocol):
   """A tool call of an action."""
 
@@ -81,6 +90,7 @@ class ChatEnv(base.Environment):
     tool: runs Python; one session per episode, opened at its first call. None: no tool is on offer.
     max_turns: actions per episode, at least 1.
     success_threshold: score from which an episode counts as a success.
+    packages: what the tool can import besides the standard library, as the model is told.
   """
 
   def __init__(
@@ -91,13 +101,14 @@ class ChatEnv(base.Environment):
     *,
     max_turns: int,
     success_threshold: float = 1.0,
+    packages: Sequence[str] = (),
   ):
     if max_turns < 1:
       raise ValueError(f"max_turns must be at least 1; received {max_turns!r}.")
     self._chat = chat
     self._make_question = question
     self._tool = tool
-    self._tools = () if tool is None else (PYTHON_TOOL,)
+    self._tools = () if tool is None else (python_tool(packages),)
     self._max_turns = max_turns
     self._success_threshold = success_threshold
     self._stack = contextlib.ExitStack()

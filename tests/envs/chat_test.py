@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from sao_jax.envs.chat import PYTHON_TOOL, ChatEnv, Question
+from sao_jax.envs.chat import PYTHON_TOOL, ChatEnv, Question, python_tool
 from sao_jax.tokenizers import ParsedAction, ToolCall, parse_tool_calls
 
 
@@ -88,6 +88,13 @@ def test_results_carry_names_and_ids_and_every_rendering_the_tools():
     env.step("odd")
   ids = [[("python", "call00001"), ("python", "call00002")], [("python", "call00003")], [("python", "call00004")]]
   assert seen == [(found, (PYTHON_TOOL,)) for found in ids * 2]
+
+
+def test_the_model_is_told_of_packages():
+  assert python_tool() == PYTHON_TOOL
+  told = python_tool(("numpy", "sympy"))["function"]
+  assert told["description"].endswith(" Besides the standard library it can import numpy, sympy.")
+  assert told["name"] == "python" and "numpy" not in PYTHON_TOOL["function"]["description"]
 
 
 def test_threshold_decides_success():

@@ -59,6 +59,24 @@ def test_tool_call_goes_through_python(checkpoint):
   domain.close()
 
 
+def test_packages_are_offered_by_one_option(checkpoint):
+  options = {"checkpoint": checkpoint, "task": "chain_sum", "max_turns": 3}
+  domain = chat.reasoning_gym(**options, tool=True, packages=["numpy", "sympy"])
+  env = domain.make_env("train")
+  assert "it can import numpy, sympy." in env.reset(0)
+  code = "import numpy, sympy; print(numpy.arange(4).sum(), sympy.factorial(5))"
+  step = env.step(f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call><end>")
+  assert step.observation.startswith("<tool>6 120\n")
+  env.close()
+  domain.close()
+  with pytest.raises(ValueError, match=r"tool must be True; received False and \('numpy',\)"):
+    chat.reasoning_gym(**options, packages=("numpy",))
+  with pytest.raises(ValueError, match="packages must be a tuple of names"):
+    chat.reasoning_gym(**options, tool=True, packages="numpy")
+  with pytest.raises(ImportError, match="'nothing-here', which is not installed here"):
+    chat.reasoning_gym(**options, tool=True, packages=("nothing-here",))
+
+
 def write(path, *rows):
   path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
   return str(path)
@@ -69,6 +87,9 @@ def test_math(checkpoint, tmp_path):
   problems = [{"problem": "Half of one?", "answer": "$\\frac{1}{2}$"}, {"problem": "6 * 7?", "answer": 42}]
   train = write(tmp_path / "train.jsonl", *problems)
   held_out = write(tmp_path / "test.jsonl", problems[1])
+  with_numpy = chat.math(checkpoint=checkpoint, train=train, held_out=held_out, packages=("numpy",))
+  assert "it can import numpy." in with_numpy.make_env("eval").reset(0)
+  with_numpy.close()
   domain = chat.math(checkpoint=checkpoint, train=train, held_out=held_out, tool=False)
   assert (domain.num_train_tasks, domain.num_eval_tasks) == (2, 1)
   env = domain.make_env("train")

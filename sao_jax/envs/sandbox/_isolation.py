@@ -5,9 +5,10 @@ Isolation is taken step by step, as far as the system allows, and reported to th
   each session a pid and a mount namespace, an empty tmpfs of limited size on /tmp, and a user id of its own;
 - as a normal user: the same through a user namespace, and for each session a nested one, by which its processes are
   counted;
-- where namespaces are refused: an empty directory per session, which ends with the session that outgrows it, Landlock
-  for files, and a seccomp filter that lets a session neither make processes nor signal others (the same where the
-  limit of processes does not bind).
+- where namespaces are refused: an empty directory per session, which ends with the session that outgrows it (files
+  that are open or mapped count after they are removed too), Landlock for files, and a seccomp filter that lets a
+  session neither make processes nor signal others nor ask for the host's name (the same where the limit of processes
+  does not bind). Without Landlock, sessions read whatever their user may, installed packages included.
 Everywhere: resource limits, and a seccomp filter (see `_seccomp`).
 """
 
@@ -18,20 +19,26 @@ import ctypes
 import errno
 import functools
 import os
+import posix
 import resource
 import signal
+import stat
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _PIVOT_ROOT: Mapping[str, int] = {"x86_64": 155, "aarch64": 41}
 _OWN_PID = b"\xf1\xff\xff\x7f"  # stands for the session's process id in the filter of `_seccomp`
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 15, 22, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_SECCOMP = 1, 4, 15, 22
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_HOST_NAME = "sandbox"
 MAX_SCRATCH_ENTRIES = 1024
+_MAX_QUEUED_SIGNALS = 128
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_LANDLOCK_ALL, _LANDLOCK_READ = 0x1FFF, 1 | 4 | 8  # the rights of its first version; execute, read file, read directory
+_LANDLOCK_ALL = 0x1FFF  # the rights of its first version
+_LANDLOCK_EXECUTE, _LANDLOCK_WRITE_FILE, _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1, 2, 4, 8
 
 
 @functools.cache
@@ -55,7 +62,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 
 def enter_namespaces(settings: dict[str, Any]) -> bool:
   """Moves the zygote into namespaces of its own; False where the system refuses."""
-  flags = NEWNS if settings["inside_bubblewrap"] else NEWNS | NEWNET | NEWIPC | NEWUTS
+  flags = NEWNS | NEWUTS if settings["inside_bubblewrap"] else NEWNS | NEWUTS | NEWNET | NEWIPC
   uid, gid = os.geteuid(), os.getegid()
   try:
     call("unshare", flags if uid == 0 else flags | NEWUSER | NEWPID)
@@ -66,6 +73,8 @@ def enter_namespaces(settings: dict[str, Any]) -> bool:
       with open(f"/proc/self/{name}", "w") as file:
         file.write(text)
   mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+  for name in ("sethostname", "setdomainname"):
+    call(name, _HOST_NAME.encode(), ctypes.c_size_t(len(_HOST_NAME)))
   if uid != 0:
     _continue_in_child(settings["control_fd"])
   return True
@@ -86,7 +95,7 @@ def private_root(settings: dict[str, Any]) -> None:
   mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
   os.mkdir(root + "/tmp")
   os.mkdir(root + "/proc")
-  for source, target in settings["read_only"].items():
+  for target, source in settings["read_only"].items():
     if os.path.exists(source):
       target = root + target
       if os.path.isdir(source):
@@ -97,6 +106,9 @@ def private_root(settings: dict[str, Any]) -> None:
       mount(source, target, None, _MS_BIND | _MS_REC)
       locked = os.statvfs(target).f_flag & (_MS_NOSUID | _MS_NODEV)  # a user namespace must keep these
       mount("none", target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | locked)
+  for path, text in settings["links"].items():
+    os.makedirs(os.path.dirname(root + path), exist_ok=True)
+    os.symlink(text, root + path)
   os.chdir(root)
   call("syscall", ctypes.c_long(_PIVOT_ROOT[os.uname().machine]), b".", b".")
   call("umount2", b".", 2)  # MNT_DETACH
@@ -109,9 +121,30 @@ def set_name(name: bytes) -> None:
   call("prctl", _PR_SET_NAME, name, 0, 0, 0)
 
 
+def mask(directories: list[str]) -> None:
+  """Puts empty directories in the places of these."""
+  for path in filter(os.path.isdir, directories):
+    mount("tmpfs", path, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k,mode=555")
+
+
 def hide_processes() -> None:
   """Puts an empty directory where processes could be looked at."""
   mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY, "size=4k,mode=555")
+
+
+def link_packages(folder: str, packages: dict[str, str]) -> None:
+  """Makes a folder to import packages from, and from no others, where there is no root directory for it."""
+  for name, source in packages.items():
+    path = os.path.join(folder, name)
+    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    os.symlink(source, path)
+
+
+def hide_host_name() -> None:
+  """Without a namespace for it, the filter refuses `uname`; Python's gives what it said before, but for the name."""
+  known = os.uname()
+  hidden = os.uname_result((known.sysname, _HOST_NAME, known.release, known.version, known.machine))
+  os.uname = posix.uname = lambda: hidden
 
 
 def adopt_orphans() -> None:
@@ -142,6 +175,55 @@ def is_larger(directory: str, max_bytes: int, max_entries: int) -> bool:
       if error.errno == errno.ENAMETOOLONG:
         return True
   return False
+
+
+def has_outgrown(pid: int, directory: str, max_bytes: int, max_entries: int) -> bool:
+  """Whether a process and its directory hold more than that, files included that are removed but open or mapped."""
+  try:
+    removed = _removed_bytes(pid, directory, max_bytes)
+  except PermissionError:  # only what the code has done can be the cause, such as running a program it cannot read
+    return True
+  except (FileNotFoundError, ProcessLookupError):  # it has ended
+    return False
+  return removed > max_bytes or is_larger(directory, max_bytes - removed, max_entries)
+
+
+def _removed_bytes(pid: int, directory: str, max_bytes: int) -> int:
+  """Size of the files that a process holds though no directory does; one that is mapped and not open is over any limit.
+
+  Raises:
+    PermissionError: the process is not to be looked at.
+  """
+  sizes: dict[int, int] = {}
+  with _user_of(pid):
+    for name in os.listdir(f"/proc/{pid}/fd"):
+      with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        if _is_removed(os.readlink(f"/proc/{pid}/fd/{name}"), directory):
+          found = os.stat(f"/proc/{pid}/fd/{name}")
+          sizes[found.st_ino] = found.st_blocks * 512
+    with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
+      for line in file:
+        fields = line.rstrip("\n").split(maxsplit=5)
+        if len(fields) == 6 and _is_removed(fields[5], directory):
+          sizes.setdefault(int(fields[4]), max_bytes + 1)
+  return sum(sizes.values())
+
+
+def _is_removed(link: str, directory: str) -> bool:
+  return link.startswith(directory + "/") and link.endswith(" (deleted)")
+
+
+@contextlib.contextmanager
+def _user_of(pid: int) -> Iterator[None]:
+  """Looks at files as the user of a process: in containers root may not look at processes of other users."""
+  user = os.stat(f"/proc/{pid}")
+  try:
+    _libc().setfsgid(user.st_gid)
+    _libc().setfsuid(user.st_uid)
+    yield
+  finally:
+    _libc().setfsuid(os.geteuid())
+    _libc().setfsgid(os.getegid())
 
 
 def remove_tree(top: str) -> None:
@@ -201,14 +283,32 @@ def _install_filter(program: bytes) -> None:
   call("prctl", _PR_SET_SECCOMP, 2, struct.pack("@HP", len(program) // 8, ctypes.addressof(code)), 0, 0)
 
 
-def _restrict_files(read_only: list[str], directory: str) -> None:
-  """Landlock: reads below `read_only`, all below `directory`, and nothing else, for this process from now on."""
+def landlock_rights(read_only: list[str], masked: list[str]) -> dict[str, int]:
+  """Rights by path for Landlock, which knows no exception below a path: next to masked folders all others are listed.
+
+  The names in a folder with masked ones can be read, the masked ones' too.
+  """
+  rights = {}
+  waiting = list(read_only)
+  for path in waiting:  # grows on the way
+    if not os.path.isdir(path):
+      is_device = os.path.exists(path) and stat.S_ISCHR(os.stat(path).st_mode)
+      rights[path] = _LANDLOCK_READ_FILE | (_LANDLOCK_WRITE_FILE if is_device else _LANDLOCK_EXECUTE)
+    elif any(folder.startswith(path + "/") for folder in masked):
+      rights[path] = _LANDLOCK_READ_DIR
+      waiting += [entry for entry in (f"{path}/{name}" for name in os.listdir(path)) if entry not in masked]
+    else:
+      rights[path] = _LANDLOCK_EXECUTE | _LANDLOCK_READ_FILE | _LANDLOCK_READ_DIR
+  return rights
+
+
+def _restrict_files(rights: dict[str, int]) -> None:
+  """Landlock: these rights on files and below folders, and nothing else, for this process from now on."""
   rules = call("syscall", ctypes.c_long(_LANDLOCK_CREATE), struct.pack("<Q", _LANDLOCK_ALL), ctypes.c_long(8), 0)
-  for path in [*read_only, directory]:
+  for path, allowed in rights.items():
     with contextlib.suppress(FileNotFoundError, PermissionError):  # what this user cannot reach needs no rule
       beneath = os.open(path, os.O_PATH)
-      rights = _LANDLOCK_ALL if path == directory else _LANDLOCK_READ if os.path.isdir(path) else 2 | 4
-      call("syscall", ctypes.c_long(_LANDLOCK_ADD), rules, 1, struct.pack("<Qi", rights, beneath), 0)
+      call("syscall", ctypes.c_long(_LANDLOCK_ADD), rules, 1, struct.pack("<Qi", allowed, beneath), 0)
       os.close(beneath)
   call("syscall", ctypes.c_long(_LANDLOCK_RESTRICT), rules, 0)
   os.close(rules)
@@ -228,11 +328,15 @@ def enter_session(settings: dict[str, Any], session: int, report: dict[str, bool
   os.chdir(directory)
   _limit(settings)
   die_with_parent()  # after the change of user, which undoes it
+  if not report["namespaces"]:
+    call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # so too is this: its open files can be looked at
   call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
   if not report["namespaces"] and report["landlock"]:
-    _restrict_files([*settings["read_only"]], directory)
+    _restrict_files(settings["landlock_rights"] | {directory: _LANDLOCK_ALL})
   if report["seccomp"]:
     processes = report["namespaces"] and report["processes_counted"]
+    if not processes:
+      hide_host_name()
     program: bytes = settings["filters"]["processes" if processes else "one_process"]
     _install_filter(program.replace(_OWN_PID, struct.pack("<I", os.getpid())))
 
@@ -283,6 +387,7 @@ def _limit(settings: dict[str, Any]) -> None:
     resource.RLIMIT_NPROC: settings["max_processes"],
     resource.RLIMIT_MEMLOCK: 0,
     resource.RLIMIT_MSGQUEUE: 0,
+    resource.RLIMIT_SIGPENDING: _MAX_QUEUED_SIGNALS,
     resource.RLIMIT_CPU: settings["session_cpu_s"],
   }
   for kind, value in limits.items():

@@ -1,10 +1,12 @@
 """Assembles the seccomp filter of the tool's sessions: a classic BPF program, as bytes, for x86-64 and aarch64.
 
 It is a second line: namespaces and dropped capabilities already make most of these calls fail. What it takes away is
-attack surface of the kernel (BPF, io_uring, keyrings, user namespaces, ...), every socket but pairs, memory that no
-limit counts (memfd, System V shared memory, watches of files), and the way out of ending with the zygote. Where a
+attack surface of the kernel (BPF, io_uring, keyrings, user namespaces, ...), every socket but pairs of streams, which
+have no address, memory that no limit counts (memfd, System V shared memory, watches of files), locks and leases (those
+on files that others read too are a channel, and can stall the host), and the way out of ending with the zygote. Where a
 session has no pid namespace of its own, or where the limit of processes does not bind it, a stricter filter keeps it
-from making processes and threads and from signalling any other: there is then exactly one process to end.
+from making processes and threads and from signalling any other: there is then exactly one process to end. It keeps
+open files in the table of that process, where they are counted, and the host's name secret.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ OWN_PID = 0x7FFF_FFF1
 
 _EPERM, _ENOSYS = 1, 38
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
-_LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _AND, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _AUDIT_ARCH: Mapping[str, int] = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACE_FLAGS = 0x7E02_0080
 
@@ -58,7 +60,17 @@ _DENIED: Mapping[str, tuple[int, int]] = {
   "iopl": (172, -1),
   "ioperm": (173, -1),
   "syslog": (103, 116),
+  "modify_ldt": (154, -1),
+  "seccomp": (317, 277),
+  "migrate_pages": (256, 238),
+  "move_pages": (279, 239),
   "socket": (41, 198),
+  "connect": (42, 203),
+  "accept": (43, 202),
+  "bind": (49, 200),
+  "listen": (50, 201),
+  "accept4": (288, 242),
+  "flock": (73, 32),
   "shmget": (29, 194),
   "semget": (64, 190),
   "msgget": (68, 186),
@@ -90,6 +102,10 @@ _DENIED_TO_ONE_PROCESS: Mapping[str, tuple[int, int]] = {
   "setpriority": (141, 140),
   "ioprio_set": (251, 30),
   "process_madvise": (440, 440),
+  "uname": (63, 160),
+  # An open file that is sent away stays open until it is received.
+  "sendmsg": (46, 211),
+  "sendmmsg": (307, 269),
   # Of the files it can see, Landlock guards the contents only.
   "chmod": (90, -1),
   "fchmod": (91, 52),
@@ -112,6 +128,7 @@ _DENIED_TO_ONE_PROCESS: Mapping[str, tuple[int, int]] = {
   "futimesat": (261, -1),
   "utimensat": (280, 88),
 }
+_FIRST, _SECOND = 16, 24  # where the lower halves of arguments stand
 _OWN_PROCESS_ONLY: Mapping[str, tuple[int, int]] = {  # where the first argument is a process id
   "kill": (62, 129),
   "tgkill": (234, 131),
@@ -121,8 +138,15 @@ _OWN_PROCESS_ONLY: Mapping[str, tuple[int, int]] = {  # where the first argument
   "sched_setparam": (142, 118),
   "sched_setattr": (314, 274),
 }
-_CLONE, _CLONE3, _PRCTL = (56, 220), 435, (157, 167)
-_PR_SET_PDEATHSIG = 1
+_ALLOWED_COMMANDS: Mapping[str, tuple[tuple[int, int], tuple[int, ...]]] = {  # by the second argument
+  # Descriptors, flags and sizes of pipes; no locks, leases, watches, or signals to whoever is said to own a file.
+  "fcntl": ((72, 25), (0, 1, 2, 3, 4, 1030, 1031, 1032)),
+  # Flags of descriptors, bytes that wait, and settings and sizes of terminals, which show that there is none.
+  "ioctl": ((16, 29), (0x5450, 0x5451, 0x5421, 0x541B, 0x5401, 0x5413)),
+}
+_CLONE, _CLONE3, _PRCTL, _SOCKETPAIR = (56, 220), 435, (157, 167), (53, 199)
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
 
 
 def _statement(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -131,6 +155,38 @@ def _statement(code: int, value: int, if_true: int = 0, if_false: int = 0) -> by
 
 def _error(number: int) -> bytes:
   return _statement(_RETURN, _ERRNO | number)
+
+
+def _jump_over(call: int, block: list[bytes]) -> list[bytes]:
+  """Instructions for one call alone; the block ends with returns, and starts with the number of the call loaded."""
+  return [_statement(_JUMP_EQ, call, 0, len(block)), *block]
+
+
+def _only(argument: int, *values: int) -> list[bytes]:
+  code = [_statement(_LOAD, argument)]
+  for value in values:
+    code += [_statement(_JUMP_EQ, value, 0, 1), _statement(_RETURN, _ALLOW)]
+  return [*code, _error(_EPERM)]
+
+
+def _all_but(argument: int, *values: int) -> list[bytes]:
+  code = [_statement(_LOAD, argument)]
+  for value in values:
+    code += [_statement(_JUMP_EQ, value, 0, 1), _error(_EPERM)]
+  return [*code, _statement(_RETURN, _ALLOW)]
+
+
+def _stream_pairs() -> list[bytes]:
+  return [
+    _statement(_LOAD, _FIRST),
+    _statement(_JUMP_EQ, _AF_UNIX, 1, 0),
+    _error(_EPERM),
+    _statement(_LOAD, _SECOND),
+    _statement(_AND, _SOCK_TYPE_MASK),
+    _statement(_JUMP_EQ, _SOCK_STREAM, 1, 0),
+    _error(_EPERM),
+    _statement(_RETURN, _ALLOW),
+  ]
 
 
 def program(machine: str, *, processes: bool) -> bytes:
@@ -143,7 +199,7 @@ def program(machine: str, *, processes: bool) -> bytes:
   if machine not in _AUDIT_ARCH:
     return b""
   column = list(_AUDIT_ARCH).index(machine)
-  load_number, load_argument = _statement(_LOAD, 0), _statement(_LOAD, 16)
+  load_number, load_argument = _statement(_LOAD, 0), _statement(_LOAD, _FIRST)
   code = [
     _statement(_LOAD, 4),
     _statement(_JUMP_EQ, _AUDIT_ARCH[machine], 1, 0),
@@ -158,8 +214,10 @@ def program(machine: str, *, processes: bool) -> bytes:
   for numbers in denied.values():
     if numbers[column] >= 0:
       code += [_statement(_JUMP_EQ, numbers[column], 0, 1), _error(_EPERM)]
-  prctl = [load_argument, _statement(_JUMP_EQ, _PR_SET_PDEATHSIG, 0, 1), _error(_EPERM), _statement(_RETURN, _ALLOW)]
-  code += [_statement(_JUMP_EQ, _PRCTL[column], 0, len(prctl)), *prctl]
+  for call, commands in _ALLOWED_COMMANDS.values():
+    code += _jump_over(call[column], _only(_SECOND, *commands))
+  code += _jump_over(_SOCKETPAIR[column], _stream_pairs())
+  code += _jump_over(_PRCTL[column], _all_but(_FIRST, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE))
   clone = [_error(_EPERM)]
   if processes:
     clone = [load_argument, _statement(_JUMP_SET, _NEW_NAMESPACE_FLAGS, 0, 1), *clone, _statement(_RETURN, _ALLOW)]

@@ -56,13 +56,20 @@ class Zygote:
     self._namespaces = _isolation.enter_namespaces(settings)
     self._own_pid_namespace = os.pidfd_open(os.getpid())
     own_root = self._namespaces or settings["inside_bubblewrap"]
-    sys.path.extend(target if own_root else source for source, target in settings["python_path"].items())
+    sys.path.extend(target if own_root else source for target, source in settings["python_path"].items())
+    packages = settings["packages_folder"] if own_root else f"{settings['scratch']}/packages"
+    if settings["packages"]:
+      sys.path.append(packages)
     if self._namespaces:
       if not settings["inside_bubblewrap"]:
         _isolation.private_root(settings)
+      _isolation.mask([*settings["masked"]])
       _isolation.hide_processes()
     else:
       _isolation.adopt_orphans()
+      _isolation.link_packages(packages, settings["packages"])
+      readable = [*settings["read_only"].values(), packages]
+      settings["landlock_rights"] = _isolation.landlock_rights(readable, [*settings["masked"].values()])
     settings["filters"] = {name: base64.b64decode(text) for name, text in settings["filters"].items()}
     self._report = {
       "namespaces": self._namespaces,
@@ -159,7 +166,7 @@ class Zygote:
     began = time.monotonic()
     for session, pid in self._pids.items():
       directory = f"{self._settings['scratch']}/{session}"
-      if _isolation.is_larger(directory, self._settings["scratch_bytes"], _isolation.MAX_SCRATCH_ENTRIES):
+      if _isolation.has_outgrown(pid, directory, self._settings["scratch_bytes"], _isolation.MAX_SCRATCH_ENTRIES):
         self._kill(pid)
     now = time.monotonic()
     self._next_watch = now + max(_WATCH_MS / 1e3, 4 * (now - began))  # a fifth of the time at most
@@ -354,8 +361,12 @@ def main(settings: dict[str, Any]) -> None:
   """Runs the zygote until the host closes the control socket."""
   _isolation.set_name(b"sao_jax_tool")
   zygote = Zygote(settings)
+  one_thread = dict.fromkeys(("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+  os.environ.update(one_thread)  # numeric libraries read this when they are loaded; forks of threads are not safe
   for name in settings["preload"]:
     __import__(name)
+  for name in one_thread:
+    del os.environ[name]
   _forget_this_program()
   gc.collect()
   gc.freeze()  # or the first collection in each child would copy every page

@@ -11,14 +11,13 @@ import secrets
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from sao_jax.envs.sandbox import _isolation, _seccomp
+from sao_jax.envs.sandbox import _isolation, _readable, _seccomp
 from sao_jax.envs.sandbox.python_tool_config import PythonToolConfig
 
 Listener: TypeAlias = Callable[[bytes], bytes | None]
@@ -39,7 +38,6 @@ module.main(settings)
 """
 _ENVIRONMENT: Mapping[str, str] = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 """All that sessions see. With one hash seed, sets of strings have one order, whichever process runs the code."""
-_SYSTEM_PATHS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
@@ -143,6 +141,7 @@ class Zygote:
     self._lock = threading.Lock()
     self._owner = os.getpid()
     self._count = 0
+    files = _readable.find(config)
     self._scratch = tempfile.mkdtemp(prefix="sao_jax_tool_")
     os.chmod(self._scratch, 0o711)  # sessions with a user id of their own pass through, and cannot list it
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -150,7 +149,7 @@ class Zygote:
     self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
     with theirs:
       self._process = subprocess.Popen(
-        _command(config, bubblewrap, self._scratch, theirs.fileno()),
+        _command(config, files, bubblewrap, self._scratch, theirs.fileno()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=self._errors,
@@ -244,34 +243,41 @@ def _filters() -> dict[str, str]:
   }
 
 
-def _command(config: PythonToolConfig, bubblewrap: bool, scratch: str, control_fd: int) -> list[str]:
-  interpreter = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
-  site = {source: f"/site/{index}" for index, source in enumerate(config.python_path)}
-  read_only = {path: path for path in (*_SYSTEM_PATHS, sys.base_prefix)} | site
+def _command(
+  config: PythonToolConfig, files: _readable.ReadableFiles, bubblewrap: bool, scratch: str, control_fd: int
+) -> list[str]:
   settings = {
     "inside_bubblewrap": bubblewrap,
     "filters": _filters(),
     "scratch": scratch,
     "control_fd": control_fd,
-    "read_only": read_only | {path: path for path in _DEVICES},
-    "python_path": site,
+    "read_only": files.bound | {path: path for path in _DEVICES},
+    "masked": files.masked,
+    "links": files.links,
+    "packages": files.packages,
+    "python_path": {f"/site/{index}": source for index, source in enumerate(config.python_path)},
+    "packages_folder": _readable.PACKAGES,
     "scratch_bytes": config.scratch_mb << 20,
     "memory_bytes": config.memory_mb << 20,
     "max_processes": config.max_processes,
     "cpu_s": config.cpu_s,
     "session_cpu_s": config.session_cpu_s,
     "traceback_frames": config.traceback_frames,
-    "preload": config.preload,
+    "preload": [*config.preload, *files.modules],
   }
   folder = pathlib.Path(__file__).parent
   names = ("_isolation", "_worker")
   settings["modules"] = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in names}
-  python = [interpreter, "-s", "-P", "-S", "-c", _BOOT, json.dumps(settings)]  # as -I, but with PYTHONHASHSEED
-  if not bubblewrap:
-    return python
+  # As -I, but with PYTHONHASHSEED.
+  python = [_readable.interpreter(), "-s", "-P", "-S", "-c", _BOOT, json.dumps(settings)]
+  return [*_bubblewrap(files), *python] if bubblewrap else python
+
+
+def _bubblewrap(files: _readable.ReadableFiles) -> list[str]:
+  targets = [*files.bound, *files.links, "/dev/null"]
   # Directories on the way to what is bound: bubblewrap would make them for its own user only.
-  parents = ["/site", *(str(path) for path in reversed(pathlib.PurePath(sys.base_prefix).parents) if path.name)]
-  parents = [path for path in parents if not path.startswith("/usr")]
+  parents = {str(path) for target in targets for path in pathlib.PurePath(target).parents if path.name}
+  parents -= {path for path in parents for top in files.bound if f"{path}/".startswith(f"{top}/")}
   # Root needs no user namespace: the worker takes another user id for each session, which drops the capabilities.
   user = (
     ["--unshare-all"]
@@ -290,8 +296,9 @@ def _command(config: PythonToolConfig, bubblewrap: bool, scratch: str, control_f
     "bwrap",
     *user,
     "--new-session",
-    *(word for path in parents for word in ("--perms", "0755", "--dir", path)),
-    *(word for source, target in read_only.items() for word in ("--ro-bind-try", source, target)),
+    *(word for path in sorted(parents) for word in ("--perms", "0755", "--dir", path)),
+    *(word for target, source in files.bound.items() for word in ("--ro-bind-try", source, target)),
+    *(word for path, text in files.links.items() for word in ("--symlink", text, path)),
     "--proc",
     "/proc",
     *(word for path in _DEVICES for word in ("--dev-bind", path, path)),
@@ -303,5 +310,4 @@ def _command(config: PythonToolConfig, bubblewrap: bool, scratch: str, control_f
     "/",
     "--clearenv",
     *(word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)),
-    *python,
   ]

@@ -154,7 +154,10 @@ class PythonTool:
     else:
       _LOG.warning("Python tool: no separate process limits here; code of the model cannot start processes or threads.")
     if not isolation["namespaces"] and not isolation["landlock"]:
-      _LOG.warning("Python tool: neither namespaces nor Landlock here; code of the model can read this user's files.")
+      _LOG.warning(
+        "Python tool: neither namespaces nor Landlock here; code of the model can read this user's files, installed "
+        "packages and the data in them included."
+      )
 
   def session(self) -> PythonSession:
     """A new interpreter for one episode; use it in a `with` block, or close it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
 
 _PRELOAD = (
@@ -31,6 +32,7 @@ _PRELOAD = (
   "textwrap",
   "numbers",
 )
+_PACKAGE = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,11 @@ class PythonToolConfig:
   persistent: bool = True
   """Whether variables survive from call to call of one session."""
   python_path: tuple[str, ...] = ()
-  """Directories that the code may import from besides the standard library (readable by it in full)."""
+  """Directories that the code may import from besides the standard library. It can read all that is in them but for
+  folders named `*-packages`."""
+  packages: tuple[str, ...] = ()
+  """Installed packages that the code may import, such as `("numpy", "sympy")`, by the names that pip knows them by.
+  What they require comes with them; they are imported before sessions are forked. No other package can be read."""
   preload: tuple[str, ...] = _PRELOAD
   """Modules imported before sessions are forked, so that importing them costs a session nothing."""
 
@@ -75,3 +81,9 @@ class PythonToolConfig:
       raise ValueError(f"wall_s must be > 0; received {self.wall_s!r}.")
     if self.traceback_frames < 0:
       raise ValueError(f"traceback_frames must be >= 0; received {self.traceback_frames!r}.")
+    valid = isinstance(self.packages, tuple | list) and all(isinstance(name, str) for name in self.packages)
+    if not valid or not all(re.fullmatch(_PACKAGE, name, re.ASCII | re.IGNORECASE) for name in self.packages):
+      raise ValueError(
+        f"packages must be a tuple of names of packages, without versions, such as 'numpy'; received {self.packages!r}."
+      )
+    object.__setattr__(self, "packages", tuple(self.packages))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import gc
 import os
 import pathlib
@@ -63,6 +64,14 @@ def make_tool(request: pytest.FixtureRequest, wall_s: float) -> Iterator[PythonT
     assert not (bare and tool.isolation["namespaces"])
     assert tool.isolation["processes_counted"] or tool.isolation["seccomp"], "a fork bomb would take this system down"
     yield tool
+
+
+def same_way(tool: PythonTool, config: PythonToolConfig) -> PythonTool:
+  """Another tool with a config of its own: where the library is closed to sessions, they have the modules preloaded."""
+  with pytest.MonkeyPatch.context() as patch:
+    if not tool.isolation["namespaces"]:
+      patch.setattr(_zygote, "_BOOT", BARE_BOOT)
+    return PythonTool(config)
 
 
 def test_each_ends_as_text_within_the_limits(tool: PythonTool) -> None:
@@ -164,7 +173,13 @@ for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, 16, 17, 38, 40):
     try:
       socket.socket(family, kind); print('OPENED', family, kind)
     except OSError: pass
+for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_RAW, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC):
+  try: socket.socketpair(socket.AF_UNIX, kind); print('PAIR', kind)
+  except OSError: pass
 a, b = socket.socketpair()
+for name, arguments in {'bind': ('mine',), 'connect': ('mine',), 'listen': (), 'accept': ()}.items():
+  try: getattr(a, name)(*arguments); print('ALLOWED', name)
+  except OSError as error: assert error.errno == 1, (name, error)
 a.send(b'pairs work'); print(b.recv(10).decode())
 """
   with patient_tool.session() as session:
@@ -192,6 +207,71 @@ print('end')
 """
   with patient_tool.session() as session:
     assert session.run(code) == "end\n"
+
+
+def test_files_that_others_read_too_are_no_channel(patient_tool: PythonTool) -> None:
+  """Locks, leases and watches; and the signals to whoever a file is said to belong to."""
+  code = """
+import ctypes, os, socket, struct
+import fcntl
+libc = ctypes.CDLL(None, use_errno=True)
+shared, own = os.open('/dev/zero', os.O_RDONLY), os.open('own', os.O_RDWR | os.O_CREAT)
+lock = ctypes.create_string_buffer(struct.pack('hhqqi4x', fcntl.F_RDLCK, 0, 0, 0, 0))
+for fd in (shared, own, os.open('.', os.O_RDONLY)):
+  for operation in (fcntl.LOCK_SH, fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN):
+    if libc.flock(fd, operation) == 0: print('LOCKED', fd, operation)
+  for command in (fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW, 36, 37, 38):
+    if libc.fcntl(fd, command, lock) == 0: print('LOCKED', fd, command)
+  for command, value in ((fcntl.F_SETLEASE, fcntl.F_RDLCK), (fcntl.F_NOTIFY, fcntl.DN_ACCESS | fcntl.DN_CREATE)):
+    if libc.fcntl(fd, command, value) == 0: print('WATCHED', fd, command)
+a, b = socket.socketpair()
+for command, value in ((fcntl.F_SETOWN, os.getpid()), (fcntl.F_SETSIG, 9)):
+  if libc.fcntl(a.fileno(), command, value) == 0: print('OWNED', command)
+for request in (0x8901, 0x8902):
+  if libc.ioctl(a.fileno(), request, ctypes.byref(ctypes.c_int(os.getpid()))) == 0: print('OWNED', request)
+print(os.isatty(0), fcntl.fcntl(own, fcntl.F_GETFL) & os.O_RDWR, len(os.pipe()), os.get_inheritable(os.dup(own)))
+"""
+  config = dataclasses.replace(patient_tool.config, preload=("fcntl", "ctypes", "socket", "struct"))
+  with same_way(patient_tool, config) as tool, tool.session() as session:
+    assert session.run(code) == "False 2 2 False\n"
+
+
+def test_the_name_of_the_host_is_hidden(patient_tool: PythonTool) -> None:
+  known = os.uname()
+  code = """
+import ctypes, os, platform, socket
+print(os.uname().nodename, os.uname().machine, platform.node(), platform.system())
+try: print(socket.gethostname())
+except PermissionError: print('refused')
+name = ctypes.create_string_buffer(390)
+ctypes.CDLL(None).uname(name)
+print([name.raw[start : start + 65].decode().strip(chr(0)) for start in (65, 325)])  # the name and the domain's
+ctypes.memset(name, 0, 390)
+ctypes.CDLL(None).gethostname(name, 390)
+print(name.value.decode())
+"""
+  config = dataclasses.replace(patient_tool.config, preload=("ctypes", "platform", "socket"))
+  with same_way(patient_tool, config) as tool, tool.session() as session:
+    python, socket_name, *system = session.run(code).splitlines()
+  assert python == f"sandbox {known.machine} sandbox Linux"
+  if patient_tool.isolation["namespaces"]:
+    assert [socket_name, *system] == ["sandbox", "['sandbox', 'sandbox']", "sandbox"]
+  else:
+    assert [socket_name, *system] == ["refused", "['', '']", ""]
+
+
+def test_queued_signals_are_limited(patient_tool: PythonTool) -> None:
+  code = """
+import os, resource, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+for _ in range(1000): os.kill(os.getpid(), signal.SIGRTMIN)
+count = 0
+while signal.sigtimedwait([signal.SIGRTMIN], 0): count += 1
+print(count <= 128, resource.getrlimit(resource.RLIMIT_SIGPENDING))
+"""
+  config = dataclasses.replace(patient_tool.config, preload=("os", "resource", "signal"))
+  with same_way(patient_tool, config) as tool, tool.session() as session:
+    assert session.run(code) == "True (128, 128)\n"
 
 
 IMMORTAL = f"""
@@ -283,6 +363,48 @@ def test_a_session_that_hoards_files_is_ended_where_no_file_system_limits_it(pat
       time.sleep(0.05)
   assert "interpreter ended" in texts[-1] or "No space left" in texts[-1]
   assert len(texts) > 4
+
+
+HOARD = """
+import ctypes, os, socket
+kept = []
+def save(n, how):
+  flags = os.O_RDWR | (os.O_TMPFILE if how == 'nameless' else os.O_CREAT)
+  fd = os.open('.' if how == 'nameless' else f'{n}', flags, 0o600)
+  os.write(fd, b'x' * (1 << 20))
+  if how != 'nameless': os.unlink(f'{n}')
+  if how == 'mapped':
+    ctypes.CDLL(None).mmap(None, ctypes.c_size_t(4096), 1, 2, fd, ctypes.c_long(0))
+    os.close(fd)
+  if how == 'sent':
+    kept.append(socket.socketpair())
+    socket.send_fds(kept[-1][0], [b'x'], [fd])
+    os.close(fd)
+"""
+
+
+@pytest.mark.parametrize("how", ["open", "nameless", "mapped", "sent"])
+def test_removed_files_count_as_long_as_they_are_held(patient_tool: PythonTool, how: str) -> None:
+  config = dataclasses.replace(patient_tool.config, preload=("ctypes", "os", "socket"))
+  with same_way(patient_tool, config) as tool, tool.session() as session:
+    assert session.run(HOARD) == ""
+    texts = [""]
+    deadline = time.monotonic() + LONG_S
+    while not texts[-1] and time.monotonic() < deadline:
+      texts.append(session.run(f"save({len(texts)}, {how!r})" if len(texts) < 40 else ""))
+      time.sleep(0.05)
+  refused = "Operation not permitted" in texts[-1] and how == "sent"  # where descriptors cannot be counted in flight
+  assert "interpreter ended" in texts[-1] or "No space left" in texts[-1] or refused
+  assert refused or len(texts) > 4 or how == "mapped"  # of these the size is not known
+
+
+def test_a_session_that_holds_little_lives_on(patient_tool: PythonTool) -> None:
+  config = dataclasses.replace(patient_tool.config, preload=("ctypes", "os", "socket"))
+  with same_way(patient_tool, config) as tool, tool.session() as session:
+    assert session.run(f"{HOARD}kept.append(1)\nfor n in range(2): save(n, 'open')") == ""
+    for _ in range(3):  # looked at several times
+      time.sleep(0.3)
+      assert session.run("len(kept)") == "1\n"
 
 
 def test_directories_are_removed_however_deep_and_closed(tmp_path: pathlib.Path) -> None:
