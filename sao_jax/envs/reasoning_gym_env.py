@@ -81,7 +81,8 @@ class ReasoningGym(TextGame):
     self._workers = shared_pool("_reasoning_gym_worker") if workers is None else workers
     names = [field.name for field in dataclasses.fields(TaskSettings)]
     self._settings = pack(TaskSettings(**{name: getattr(config, name) for name in names}))
-    self._question, self._gold, self._entry = "", None, ""
+    self._question, self._entry = "", ""
+    self._gold: str | None = None
     self._workers.call(["check", self._settings], timeout_s=config.make_timeout_s)
 
   @property
@@ -104,7 +105,7 @@ class ReasoningGym(TextGame):
       try:
         score, error = self._workers.call(request, timeout_s=self.config.score_timeout_s)
       except NoReplyError as reason:
-        error = f"no score: {reason}"
+        error = str(reason)
     if error is not None:
       info["scorer_error"] = error
     return Reply(

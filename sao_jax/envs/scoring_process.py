@@ -99,7 +99,7 @@ class WorkerPool:
     except NoReplyError as error:
       with self._changed:
         self.timeouts += error.timed_out
-      logging.getLogger(__name__).warning("%s: %s", self._module, error)
+      logging.getLogger(__name__).warning("%s", error)
       raise
     finally:
       with self._changed:
@@ -178,7 +178,7 @@ class _Worker:
     try:
       _value(self._guarded(process, b"", self._start_timeout_s))
     except NoReplyError as error:
-      raise RuntimeError(f"the process of {self._module} did not start: {error}") from error
+      raise RuntimeError(f"the process did not start: {error}") from error
     except BaseException:
       self.stop()
       raise
@@ -190,9 +190,9 @@ class _Worker:
     try:
       reply = _exchange(process, line, timeout_s)
     except TimeoutError:
-      raise NoReplyError(f"it took more than {timeout_s:g} s", timed_out=True) from None
+      raise NoReplyError(f"{self._module} gave no reply: it took more than {timeout_s:g} s", timed_out=True) from None
     except (EOFError, BrokenPipeError) as error:
-      raise NoReplyError("its process ended", timed_out=False) from error
+      raise NoReplyError(f"{self._module} gave no reply: its process ended", timed_out=False) from error
     finally:
       if not reply:
         self.stop()

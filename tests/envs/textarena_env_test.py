@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("textarena", reason="needs the extra 'envs'")
 
+from sao_jax.envs.hosted_game import HostedGame
 from sao_jax.envs.textarena_env import TextArena, TextArenaConfig, textarena_factory
 
 
-def make(game: str) -> TextArena:
+def make(game: str) -> HostedGame:
   env = textarena_factory(TextArenaConfig(game=game))()
-  assert isinstance(env, TextArena)
+  assert isinstance(env, HostedGame)
   return env
 
 
@@ -116,7 +117,7 @@ def test_junk_is_answered_in_every_game(game: str) -> None:
 
 
 def test_games_depend_on_their_seed_and_moves_only() -> None:
-  def play(env: TextArena) -> list[str]:
+  def play(env: HostedGame) -> list[str]:
     texts = [env.reset(7)]
     for move in ("[Up]", "[Left]", "[Down]", "[Right]") * 2:
       texts.append(env.step(f"{move}<|end|>").observation)
