@@ -24,12 +24,12 @@ _MAX_MESSAGE_CHARS = 2_000
 
 
 def _load(name: str) -> Any:
-  """Imports a module of this package without the imports of the package itself, which cost more than the rest."""
+  """Imports a module, but of this library none of the packages' own imports, which cost more than the rest."""
   here = pathlib.Path(__file__).resolve().parent
   for package, folder in (("sao_jax", here.parent), ("sao_jax.envs", here)):
     sys.modules[package] = module = types.ModuleType(package)
     module.__path__ = [str(folder)]
-  return importlib.import_module(f"sao_jax.envs.{name}")
+  return importlib.import_module(name)
 
 
 def _limit_memory(more_bytes: int) -> None:

@@ -46,7 +46,7 @@ class HostedGame(TextGame):
     workers: Workers | None = None,
   ):
     super().__init__(max_turns=max_turns, template=template)
-    self._workers = shared_pool("_game_worker", max_workers=1, memory_bytes=_MEMORY_BYTES) if workers is None else workers
+    self._workers = shared_pool("sao_jax.envs._game_worker", max_workers=1, memory_bytes=_MEMORY_BYTES) if workers is None else workers
     self._make = base64.b64encode(pickle.dumps(make)).decode("ascii")
     self._key = uuid.uuid4().hex
     self._move_timeout_s = move_timeout_s

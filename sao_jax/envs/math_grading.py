@@ -26,7 +26,7 @@ class MathGrader:
     if timeout_s <= 0 or start_timeout_s <= 0:
       raise ValueError(f"timeout_s and start_timeout_s must be positive; received {timeout_s!r}, {start_timeout_s!r}.")
     self._timeout_s = timeout_s
-    self._workers = WorkerPool("_math_worker", start_timeout_s=start_timeout_s)
+    self._workers = WorkerPool("sao_jax.envs._math_worker", start_timeout_s=start_timeout_s)
 
   @property
   def timeouts(self) -> int:

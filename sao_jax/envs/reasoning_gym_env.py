@@ -78,7 +78,7 @@ class ReasoningGym(TextGame):
   def __init__(self, config: ReasoningGymConfig, *, workers: Workers | None = None):
     super().__init__(max_turns=config.max_turns, template=config.template)
     self.config = config
-    self._workers = shared_pool("_reasoning_gym_worker") if workers is None else workers
+    self._workers = shared_pool("sao_jax.envs._reasoning_gym_worker") if workers is None else workers
     names = [field.name for field in dataclasses.fields(TaskSettings)]
     self._settings = pack(TaskSettings(**{name: getattr(config, name) for name in names}))
     self._question, self._entry = "", ""

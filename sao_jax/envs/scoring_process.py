@@ -1,6 +1,6 @@
 """Processes that can be killed, for code which evaluates a model's text: no answer, however nasty, stalls training.
 
-A worker runs `_scoring_worker.py` with one module of this package, whose `start()` returns the function that answers
+A worker runs `_scoring_worker.py` with one module, whose `start()` returns the function that answers
 requests. Requests and replies are JSON. Workers share one hash seed, so that what they make does not depend on it.
 """
 
@@ -57,7 +57,7 @@ class WorkerPool:
   started again by the next request.
 
   Args:
-    module: the module of `sao_jax.envs` which answers; its `start()` returns the function `request -> reply`.
+    module: name of the module which answers; its `start()` returns the function `request -> reply`.
     max_workers: processes at most, at least 1.
     memory_bytes: memory that a process may use beyond what it has when it has started.
     start_timeout_s: seconds for a process to start.

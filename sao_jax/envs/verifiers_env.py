@@ -105,7 +105,7 @@ def _score_elsewhere(task: Any, text: str, finish_reason: str, *, timeout_s: flo
     raise ValueError(
       f"tasks must be such that they can be pickled, or VerifiersConfig.score_timeout_s None; {type(task).__name__}: {error}"
     ) from error
-  workers = shared_pool("_verifiers_worker", memory_bytes=_MEMORY_BYTES)
+  workers = shared_pool("sao_jax.envs._verifiers_worker", memory_bytes=_MEMORY_BYTES)
   try:
     reward, metrics = workers.call([sys.path, packed], timeout_s=timeout_s)
   except WorkerError as error:
