@@ -28,6 +28,7 @@ from absl import flags
 from experiments import command
 from experiments.domains.factory import import_named
 from sao_jax.envs.base import Tag
+from sao_jax.extras import needed
 from sao_jax.types import Domain, Split
 
 HASH_SEEDS = ("1", "2")
@@ -67,7 +68,8 @@ def reasoning_gym_cases(levels: Sequence[int | None]) -> list[Case]:
 
 def textarena_cases() -> list[Case]:
   """All games; those of several players, or that cannot start here, refuse in both processes alike."""
-  import textarena
+  with needed("envs"):
+    import textarena
 
   found = {re.sub("-(raw|train)$", "", name) for name in textarena.envs.registration.ENV_REGISTRY}
   return [
@@ -141,11 +143,14 @@ def compare(cases: Sequence[Case], indices: Sequence[int]) -> tuple[dict[str, li
   for case in cases:
     one, two = first[case.name], second[case.name]
     if wrong := [key for key in sorted({*one, *two}) if one.get(key) != two.get(key)]:
-      shown = [f"{key}: {one.get(key, '')[:_MAX_TEXT_CHARS]!r} / {two.get(key, '')[:_MAX_TEXT_CHARS]!r}" for key in wrong]
-      differences[case.name] = shown
+      differences[case.name] = [f"{key}: {_start(one, key)} / {_start(two, key)}" for key in wrong]
     elif "error" in one:
       errors[case.name] = one["error"]
   return differences, errors
+
+
+def _start(found: Mapping[str, str], key: str) -> str:
+  return repr(found.get(key, "")[:_MAX_TEXT_CHARS])
 
 
 def _moved(cases: Sequence[Case], directory: str) -> list[Case]:

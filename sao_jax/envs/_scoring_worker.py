@@ -58,7 +58,8 @@ def _reply(function: Callable[..., Any], *arguments: Any) -> str:
 
 def main(module: str, memory_bytes: int) -> None:
   """Answers until the other end closes."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # An interrupt of the terminal is for the other end, who closes the pipe.
+  # An interrupt of the terminal is for the other end, which closes the pipe.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
   output = _own_output()
   answer: list[Callable[[Any], Any]] = []
   started = _reply(lambda: answer.append(_load(module).start()))

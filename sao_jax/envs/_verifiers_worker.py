@@ -12,10 +12,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from sao_jax.extras import needed
+
 
 def start() -> Callable[[Any], Any]:
   """Loads the package; the function answers a request by `[reward, metrics]`."""
-  import verifiers.v1  # noqa: F401 (before the memory is limited)
+  with needed("envs"):
+    import verifiers.v1  # noqa: F401 (before the memory is limited)
 
   return answer
 
@@ -23,7 +26,7 @@ def start() -> Callable[[Any], Any]:
 def answer(request: Any) -> tuple[float, dict[str, float]]:
   path, arguments = request
   sys.path += [folder for folder in path if folder not in sys.path]
-  return score(*pickle.loads(base64.b64decode(arguments)))
+  return score(*pickle.loads(base64.b64decode(arguments)))  # noqa: S301 (from the process that started this one)
 
 
 def score(task: Any, text: str, finish_reason: str) -> tuple[float, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""A text game played in a process that can be killed, and played again there from its moves when that process is gone."""
+"""A text game that runs in a process which can be killed; when it was, the game is played again from its moves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class HostedGame(TextGame):
     workers: Workers | None = None,
   ):
     super().__init__(max_turns=max_turns, template=template)
-    self._workers = shared_pool("sao_jax.envs._game_worker", max_workers=1, memory_bytes=_MEMORY_BYTES) if workers is None else workers
+    if workers is None:
+      workers = shared_pool("sao_jax.envs._game_worker", max_workers=1, memory_bytes=_MEMORY_BYTES)
+    self._workers = workers
     self._make = base64.b64encode(pickle.dumps(make)).decode("ascii")
     self._key = uuid.uuid4().hex
     self._move_timeout_s = move_timeout_s

@@ -17,14 +17,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from sao_jax.extras import MissingExtraError
 
 _PATIENCE_S = 1.0
 """Time to wait for a busy worker before another one is started: answers take milliseconds, or for ever."""
-_RAISED_AS = {"ValueError": ValueError, "MissingExtraError": MissingExtraError}
-_SETTINGS = {"PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_RAISED_AS: Mapping[str, type[Exception]] = {"ValueError": ValueError, "MissingExtraError": MissingExtraError}
+_SETTINGS: Mapping[str, str] = {
+  "PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+}  # fmt: skip
 
 
 class NoReplyError(RuntimeError):
@@ -63,9 +66,7 @@ class WorkerPool:
     start_timeout_s: seconds for a process to start.
   """
 
-  def __init__(
-    self, module: str, *, max_workers: int = 3, memory_bytes: int = 1 << 30, start_timeout_s: float = 120.0
-  ):
+  def __init__(self, module: str, *, max_workers: int = 3, memory_bytes: int = 1 << 30, start_timeout_s: float = 120.0):
     if max_workers < 1:
       raise ValueError(f"max_workers must be at least 1; received {max_workers!r}.")
     self._module = module

@@ -103,7 +103,8 @@ def _score_elsewhere(task: Any, text: str, finish_reason: str, *, timeout_s: flo
     packed = base64.b64encode(cloudpickle.dumps((task, text, finish_reason))).decode("ascii")
   except Exception as error:
     raise ValueError(
-      f"tasks must be such that they can be pickled, or VerifiersConfig.score_timeout_s None; {type(task).__name__}: {error}"
+      "tasks must be such that they can be pickled, or VerifiersConfig.score_timeout_s None; "
+      f"{type(task).__name__}: {error}"
     ) from error
   workers = shared_pool("sao_jax.envs._verifiers_worker", memory_bytes=_MEMORY_BYTES)
   try:

@@ -140,10 +140,10 @@ def test_exceptions_of_a_game(pool: WorkerPool) -> None:
   env = game(pool)
   with pytest.raises(ValueError, match="task_index must be an int >= 0"):
     env.reset(-1)
-  with pytest.raises(ValueError, match="method must be one of .*received 'succeeded'"):
+  with pytest.raises(ValueError, match=r"method must be one of .*received 'succeeded'"):
     env.ask("succeeded")
   slow = HostedGame(
     functools.partial(make_counting_game, 0), max_turns=20, template=Template(), start_timeout_s=0.5, workers=pool
   )
-  with pytest.raises(NoReplyError, match="took more than 0.5 s"):
+  with pytest.raises(NoReplyError, match=r"took more than 0\.5 s"):
     slow.reset(1_000)

@@ -46,7 +46,8 @@ FAULTS = (
 
 def test_faults_are_seen() -> None:
   code = (
-    "import json\nfrom experiments import sweep_reasoning_gym as s\nfrom sao_jax.envs import _reasoning_gym_worker as env\n"
+    "import json\nfrom experiments import sweep_reasoning_gym as s\n"
+    "from sao_jax.envs import _reasoning_gym_worker as env\n"
   )
   code += "s._NONSENSE, s._LARGE = s._NONSENSE[:1], ()\n"
   for task, fault, _ in FAULTS:

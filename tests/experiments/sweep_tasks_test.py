@@ -1,4 +1,4 @@
-"""The same index gives the same task in processes of different hash seeds; the sweep sees tasks for which it does not."""
+"""The same index gives the same task in processes of different hash seeds; the sweep sees where it does not."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class Env:
     self.kind = kind
   def reset(self, index):
     Env.made += 1
-    return f"task {index} " + {"set": str(list({"a", "b", "c", "d", "e", "f"})), "order": str(Env.made), "none": ""}[self.kind]
+    kinds = {"set": str(list({"a", "b", "c", "d", "e", "f"})), "order": str(Env.made), "none": ""}
+    return f"task {index} {kinds[self.kind]}"
   def step(self, action):
     return Step(done=True)
   def close(self):
