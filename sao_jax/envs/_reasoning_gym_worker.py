@@ -54,7 +54,7 @@ class TaskSet:
   def __init__(self, settings: TaskSettings):
     self.settings = settings
     _seed_globals(f"{settings.seed}")
-    self.dataset = _make_dataset(settings)
+    self.dataset = make_dataset(settings)
     for task, dataset in getattr(self.dataset, "datasets", {settings.task: self.dataset}).items():
       read_literals(task, dataset)
 
@@ -146,7 +146,12 @@ def check_task(name: str) -> None:
     raise ValueError(f"task must be one of {sorted(reasoning_gym.factory.DATASETS)}; received {name!r}.")
 
 
-def _make_dataset(config: TaskSettings) -> Any:
+def make_dataset(config: TaskSettings) -> Any:
+  """The package's generator of a set.
+
+  Raises:
+    ValueError: an unknown task, setting, curriculum or attribute.
+  """
   import reasoning_gym
   from reasoning_gym.composite import DatasetSpec
   from reasoning_gym.factory import create_curriculum, has_curriculum
