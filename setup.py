@@ -47,6 +47,7 @@ TEST = [
   "textworld>=1.6",
 ]
 ENVS = [
+  "cloudpickle>=3.0",
   "gymnasium>=1.0",
   "math-verify>=0.8",
   "textarena>=0.7",

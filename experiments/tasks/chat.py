@@ -33,7 +33,6 @@ from sao_jax.types import Domain, Split
 Answer = Literal["text", "tags", "number"]
 MATH_INSTRUCTION = "Put the final answer within \\boxed{}."
 
-_TAGS = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -209,8 +208,8 @@ def _messages(system: str | None, text: str) -> list[dict[str, str]]:
 
 def _score(game: ReasoningGym, said: str, answer: Answer) -> float:
   if answer == "tags":
-    found = _TAGS.match(said)
-    said = "" if found is None else found[1]
+    start = said.rfind("<answer>", 0, max(0, said.rfind("</answer>")))
+    said = "" if start < 0 else said[start + len("<answer>") : said.find("</answer>", start)]
   elif answer == "number":
     said = (_NUMBER.findall(said) or [""])[-1]
   return game.play(f"<answer>{said.strip()}</answer>").reward

@@ -37,9 +37,9 @@ def test_sets_of_all_kinds_are_sound() -> None:
 
 FAULTS = (
   ("puzzle24", "env.may_be_scored = lambda task, text: 'sweep_mark' in text", "ran an answer's text"),
-  ("chain_sum", "env.ReasoningGym._score = lambda *_: 1.0", "gets 1.0"),
-  ("chain_sum", "env.ReasoningGym._score = lambda *_: 0.0", "its own answer"),
-  ("aiw", "env.ReasoningGym._score = lambda *_: float(open('/dev/null', 'w').close() or 0)", "open '/dev/null' 'w'"),
+  ("chain_sum", "env.TaskSet._score = lambda *_: 1.0", "gets 1.0"),
+  ("chain_sum", "env.TaskSet._score = lambda *_: 0.0", "its own answer"),
+  ("aiw", "env.TaskSet._score = lambda *_: float(open('/dev/null', 'w').close() or 0)", "open '/dev/null' 'w'"),
   ("aiw", "s._SLOW_S = -1.0", "took"),
 )
 
@@ -47,7 +47,7 @@ FAULTS = (
 def test_faults_are_seen() -> None:
   code = (
     "import json\nfrom experiments import sweep_reasoning_gym as s\n"
-    "from sao_jax.envs.adapters import reasoning_gym as env\n"
+    "from sao_jax.envs.adapters import _reasoning_gym_worker as env\n"
   )
   code += "s._NONSENSE, s._LARGE = s._NONSENSE[:1], ()\n"
   for task, fault, _ in FAULTS:

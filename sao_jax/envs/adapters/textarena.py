@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import re
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from sao_jax.envs.adapters._textarena_rewards import corrected, partial, repair
+from sao_jax.envs.adapters.hosted_game import HostedGame
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory
 from sao_jax.utils.extras import needed
@@ -33,9 +35,13 @@ class TextArenaConfig:
   success_threshold: float = 1.0
   """Reward from which an episode counts as a success; games that can be solved in part give less."""
   max_turns: int = 30
+  move_timeout_s: float = 10.0
+  """Seconds that a move may take; past it the episode is truncated."""
   template: Template = Template()
 
   def __post_init__(self) -> None:
+    if self.move_timeout_s <= 0:
+      raise ValueError(f"TextArenaConfig.move_timeout_s must be positive; received {self.move_timeout_s!r}.")
     if self.max_turns < 1:
       raise ValueError(f"TextArenaConfig.max_turns must be at least 1; received {self.max_turns!r}.")
 
@@ -150,8 +156,14 @@ def _first_line(error: Exception) -> str:
 
 
 def textarena_factory(config: TextArenaConfig) -> EnvironmentFactory:
-  """Makes environments that may run in different threads."""
+  """Makes environments that may run in different threads, and whose games run in a process that can be killed."""
   with needed("envs"):
     import textarena  # noqa: F401 (here, that its absence is not told by every episode)
-  lock = threading.Lock()
-  return lambda: TextArena(config, lock=lock)
+  make = functools.partial(_make_game, config)
+  return lambda: HostedGame(
+    make, max_turns=config.max_turns, template=config.template, move_timeout_s=config.move_timeout_s
+  )
+
+
+def _make_game(config: TextArenaConfig) -> TextArena:
+  return TextArena(config, lock=threading.Lock())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import re
 import shutil
 import threading
 from typing import Any
 
+from sao_jax.envs.adapters.hosted_game import HostedGame
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory
 from sao_jax.utils.extras import needed
@@ -42,9 +44,13 @@ class TextWorldConfig:
   list_commands: bool = False
   """Show the commands that are possible now under each text."""
   max_turns: int = 20
+  move_timeout_s: float = 10.0
+  """Seconds that a command may take; past it the episode is truncated."""
   template: Template = Template()
 
   def __post_init__(self) -> None:
+    if self.move_timeout_s <= 0:
+      raise ValueError(f"TextWorldConfig.move_timeout_s must be positive; received {self.move_timeout_s!r}.")
     for name in ("num_games", "nb_rooms", "nb_objects", "quest_length", "max_turns"):
       if getattr(self, name) < 1:
         raise ValueError(f"TextWorldConfig.{name} must be at least 1; received {getattr(self, name)!r}.")
@@ -138,9 +144,30 @@ class TextWorld(TextGame):
     return path
 
 
+class HostedTextWorld(HostedGame):
+  """A `TextWorld` in a process that can be killed."""
+
+  def walkthrough(self) -> list[str]:
+    """Commands that win from the present state: for demonstrations and tests."""
+    return list(self.ask("walkthrough"))
+
+  def commands(self) -> list[str]:
+    """Commands that are possible in the present state."""
+    return list(self.ask("commands"))
+
+
 def textworld_factory(config: TextWorldConfig) -> EnvironmentFactory:
-  """Makes environments that may run in different threads."""
+  """Makes environments that may run in different threads, and whose games run in a process that can be killed."""
   with needed("envs"):
     import textworld  # noqa: F401 (here, that its absence is not told by every episode)
-  lock = threading.Lock()
-  return lambda: TextWorld(config, lock=lock)
+  # The process may have been started in another directory.
+  make = functools.partial(
+    _make_game, dataclasses.replace(config, directory=str(pathlib.Path(config.directory).resolve()))
+  )
+  return lambda: HostedTextWorld(
+    make, max_turns=config.max_turns, template=config.template, move_timeout_s=config.move_timeout_s
+  )
+
+
+def _make_game(config: TextWorldConfig) -> TextWorld:
+  return TextWorld(config, lock=threading.Lock())

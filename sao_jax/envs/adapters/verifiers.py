@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import concurrent.futures
 import dataclasses
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sao_jax.envs.adapters._verifiers_worker import score
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory, Step
+from sao_jax.envs.grading.scoring_process import NoReplyError, WorkerError, shared_pool
 from sao_jax.utils.extras import needed
+
+_MEMORY_BYTES = 4 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +32,14 @@ class VerifiersConfig:
   """Tasks taken from the front of the taskset, which may be endless; task indices beyond them start again."""
   success_threshold: float = 1.0
   """Weighted sum of the rewards from which an episode counts as a success."""
+  score_timeout_s: float | None = 60.0
+  """Seconds that scoring an answer may take, in one of a few processes; past it the answer scores 0. None: no limit, in
+  this process, for rewards that wait for other services, or that cannot be sent to a process."""
   template: Template = Template()
 
   def __post_init__(self) -> None:
+    if self.score_timeout_s is not None and self.score_timeout_s <= 0:
+      raise ValueError(f"VerifiersConfig.score_timeout_s must be None or positive; received {self.score_timeout_s!r}.")
     if self.num_tasks < 1:
       raise ValueError(f"VerifiersConfig.num_tasks must be at least 1; received {self.num_tasks!r}.")
 
@@ -39,7 +49,8 @@ class VerifiersTask(TextGame):
 
   What needs the package's own agent loop (a runtime or container, tool servers, skills, a user who answers, hooks on
   requests and responses, a prompt that is not the user's text) is refused when the task comes up; it cannot be had
-  without that loop. An answer that was cut off before its end is recorded as one of finish reason `length`.
+  without that loop. An answer that was cut off before its end is recorded as one of finish reason `length`. One that is
+  not scored in time, or whose scoring ends its process, scores 0, with the reason as `info["scorer_error"]`.
 
   Args:
     config: how the tasks are used.
@@ -69,13 +80,38 @@ class VerifiersTask(TextGame):
     return super().step(action)
 
   def play(self, text: str) -> Reply:
-    trace = _trace(self._task, text, self._finish_reason)
-    # In a thread of its own: the caller's may be running a loop already, as a notebook's is.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-      thread.submit(lambda: asyncio.run(self._task.score(trace))).result()
-    reward = float(trace.reward)
-    info = {"success": reward >= self.config.success_threshold, "metrics": dict(trace.metrics)}
+    arguments = (self._task, text, self._finish_reason)
+    try:
+      if self.config.score_timeout_s is None:
+        # In a thread of its own: the caller's may be running a loop already, as a notebook's is.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+          reward, metrics = thread.submit(score, *arguments).result()
+      else:
+        reward, metrics = _score_elsewhere(*arguments, timeout_s=self.config.score_timeout_s)
+    except NoReplyError as error:
+      return Reply(done=True, info={"success": False, "metrics": {}, "scorer_error": str(error)})
+    info = {"success": reward >= self.config.success_threshold, "metrics": metrics}
     return Reply(reward=reward, done=True, info=info)
+
+
+def _score_elsewhere(task: Any, text: str, finish_reason: str, *, timeout_s: float) -> tuple[float, dict[str, float]]:
+  with needed("envs"):
+    import cloudpickle  # Of classes that cannot be imported elsewhere, such as a notebook's, it sends the code.
+    import verifiers.v1 as vf
+
+  try:
+    packed = base64.b64encode(cloudpickle.dumps((task, text, finish_reason))).decode("ascii")
+  except Exception as error:
+    raise ValueError(
+      "tasks must be such that they can be pickled, or VerifiersConfig.score_timeout_s None; "
+      f"{type(task).__name__}: {error}"
+    ) from error
+  workers = shared_pool("sao_jax.envs.adapters._verifiers_worker", memory_bytes=_MEMORY_BYTES)
+  try:
+    reward, metrics = workers.call([sys.path, packed], timeout_s=timeout_s)
+  except WorkerError as error:
+    raise (vf.TaskError(error.message) if error.kind == "TaskError" else error) from error
+  return reward, metrics
 
 
 def verifiers_factory(config: VerifiersConfig, taskset: Any) -> EnvironmentFactory:
@@ -133,25 +169,3 @@ def _hooks_into_calls(task: Any) -> bool:
 def _parts(message: Any) -> Sequence[Any]:
   content = getattr(message, "content", None)
   return content if isinstance(content, list) else ()
-
-
-def _trace(task: Any, answer: str, finish_reason: str) -> Any:
-  """What the package's rewards read: the conversation as its own agent loop would have recorded it."""
-  import verifiers.v1 as vf
-  from verifiers.v1.state import state_cls
-  from verifiers.v1.trace import ModelCall
-
-  data = task.data
-  trace = vf.Trace(
-    task=vf.TraceTask(type=type(task).__name__, data=data, key=task.key, hash=task.hash),
-    state=state_cls(type(task))(),
-    agent=vf.AgentInfo(config=vf.AgentConfig()),
-  )
-  messages: list[Any] = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
-  messages += [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
-  trace.nodes = [vf.MessageNode(parent=i - 1 if i else None, message=message) for i, message in enumerate(messages)]
-  parent = len(messages) - 1 if messages else None
-  trace.nodes.append(vf.MessageNode(parent=parent, message=vf.AssistantMessage(content=answer), sampled=True))
-  trace.calls.append(ModelCall(node=len(messages), finish_reason=finish_reason))
-  trace.stop("agent_completed")
-  return trace

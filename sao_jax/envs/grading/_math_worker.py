@@ -1,22 +1,11 @@
-"""The grading process of `math_grading`, run as a program: JSON lines in, JSON lines out.
-
-First it says whether it could start (null, or the error), then it answers every `[gold, answer]` by true or false. It
-imports nothing of this library, whose own imports would cost more than the rest of the start.
-"""
+"""The rules of `math_grading`, in the process that grades (see `scoring_process`): `[gold, answer]` in, a bool out."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
 import re
-import resource
-import signal
-import sys
-from typing import Any, TextIO
-
-_MEMORY_BYTES = 1 << 30
+from collections.abc import Callable
+from typing import Any
 
 _DELIMITER = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed\b")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?\s*(?:\\?%)?")
@@ -105,42 +94,11 @@ def equal(gold: str, answer: str) -> bool:
     return False
 
 
-def _limit_memory() -> None:
-  """An answer like 10^(10^10) ends in a MemoryError, not in all of the machine's memory (where /proc tells its use)."""
-  with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
-    used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
+def start() -> Callable[[Any], bool]:
+  """Loads what grading needs; the function grades `[gold, answer]`."""
+  import math_verify  # noqa: F401 (before the memory is limited)
 
-
-def _own_output() -> TextIO:
-  """Standard output, which from here on leads nowhere for everything else that prints."""
-  output = os.fdopen(os.dup(1), "w", buffering=1, encoding="ascii")
-  os.dup2(2, 1)
-  return output
-
-
-def main(limit_s: float) -> None:
-  """Answers until the other end closes; a comparison of more than `limit_s` seconds ends the process."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # An interrupt of the terminal is for the grader, who closes the pipe.
-  output = _own_output()
-  try:
-    import math_verify  # noqa: F401 (before the memory is limited)
-
-    # It warns that its timeouts are off: they are meant to be.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    equal("1", "1")  # What it loads at its first use.
-  except ImportError as error:
-    output.write(json.dumps(str(error)) + "\n")
-    return
-  _limit_memory()
-  output.write("null\n")
-  for line in sys.stdin:
-    # The grader kills this process well before that, unless it was itself killed: then nothing else would.
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    reply = equal(*json.loads(line))
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    output.write(json.dumps(reply) + "\n")
-
-
-if __name__ == "__main__":
-  main(float(sys.argv[1]))
+  # It warns that its timeouts are off: they are meant to be.
+  logging.getLogger("math_verify").setLevel(logging.ERROR)
+  equal("1", "1")  # What it loads at its first use.
+  return lambda request: equal(*request)

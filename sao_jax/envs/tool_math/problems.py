@@ -9,11 +9,14 @@ import threading
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from sao_jax.envs.adapters._reasoning_gym_worker import TaskSettings, make_dataset, pack
+from sao_jax.envs.grading.scoring_process import NoReplyError, shared_pool
 from sao_jax.envs.tool_math.config import Split, ToolMathConfig
 from sao_jax.envs.tool_math.expressions import Expression, Operation, evaluate, num_operations, parse_expression
 
 _MAX_DRAWS = 1_000
 _EVAL_OFFSET = 2**40
+_SCORE_TIMEOUT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +56,9 @@ class ProblemBank:
     self.config = config
     self.split = split
     self.size = config.train_size if split == "train" else config.eval_size
-    self._datasets = make_datasets(config)
+    settings = task_settings(config)
+    self._datasets = {task: make_dataset(found) for task, found in settings.items()}
+    self._settings = {task: pack(found) for task, found in settings.items()}
     self._weights = dataclasses.asdict(config.tasks)
     self._problems: dict[int, Problem] = {}
     self._held_out: frozenset[str] | None = None
@@ -83,8 +88,13 @@ class ProblemBank:
     return frozenset(self.problem(i).question for i in range(self.size))
 
   def score(self, problem: Problem, text: str) -> float:
-    """The package's own score of an answer, in [0, 1]."""
-    return float(self._datasets[problem.task].score_answer(text, problem.entry))
+    """The package's own score of an answer, in [0, 1]; 0 where the process that scores it gives none in time."""
+    request = ["score", self._settings[problem.task], pack(problem.entry), text]
+    try:
+      score, _ = shared_pool("sao_jax.envs.adapters._reasoning_gym_worker").call(request, timeout_s=_SCORE_TIMEOUT_S)
+    except NoReplyError:  # logged and counted there
+      return 0.0
+    return float(score)
 
   def is_right(self, problem: Problem, text: str) -> bool:
     """Whether the score reaches `success_threshold`."""
@@ -123,10 +133,8 @@ class ProblemBank:
     )
 
 
-def make_datasets(config: ToolMathConfig) -> dict[str, Any]:
-  """The package's generators, by field of `TaskWeights`."""
-  import reasoning_gym  # Takes a second or two to import: only when problems are wanted.
-
+def task_settings(config: ToolMathConfig) -> dict[str, TaskSettings]:
+  """The package's sets and their settings, by field of `TaskWeights`."""
   digits = {"min_digits": config.min_digits, "max_digits": config.max_digits}
   arithmetic = {"min_terms": 2, "max_terms": config.arithmetic_max_terms, "operators": ["+", "-", "*"], **digits}
   # allow_parentheses stays on for both: with it off, the package computes its answers from left to right.
@@ -139,9 +147,8 @@ def make_datasets(config: ToolMathConfig) -> dict[str, Any]:
     "lcm": ("lcm", {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": config.lcm_max_value}),
   }
   size = 2**62  # Virtual: the package makes item i from seed + i when it is asked for.
-  seed = config.problem_seed << 64
-  create = reasoning_gym.create_dataset
-  return {task: create(name, seed=seed, size=size, **options) for task, (name, options) in settings.items()}
+  common: dict[str, Any] = {"level": None, "attribute_levels": {}, "size": size, "seed": config.problem_seed << 64}
+  return {task: TaskSettings(task=name, settings=options, **common) for task, (name, options) in settings.items()}
 
 
 def plan_solution(task: str, entry: Mapping[str, Any]) -> tuple[Expression, str] | None:

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import threading
 
 import pytest
 
 pytest.importorskip("textarena", reason="needs the extra 'envs'")
 
+from sao_jax.envs.adapters.hosted_game import HostedGame
 from sao_jax.envs.adapters.textarena import TextArena, TextArenaConfig, textarena_factory
 
 
-def make(game: str) -> TextArena:
+def make(game: str) -> HostedGame:
   env = textarena_factory(TextArenaConfig(game=game))()
-  assert isinstance(env, TextArena)
+  assert isinstance(env, HostedGame)
   return env
 
 
@@ -116,7 +119,7 @@ def test_junk_is_answered_in_every_game(game: str) -> None:
 
 
 def test_games_depend_on_their_seed_and_moves_only() -> None:
-  def play(env: TextArena) -> list[str]:
+  def play(env: HostedGame) -> list[str]:
     texts = [env.reset(7)]
     for move in ("[Up]", "[Left]", "[Down]", "[Right]") * 2:
       texts.append(env.step(f"{move}<|end|>").observation)
@@ -166,6 +169,23 @@ def test_countdown_is_won_by_a_way_to_its_target() -> None:
   assert not step.done and "[0 1 +]" not in step.observation and "Available numbers" in step.observation
   step = env.step("[0 1 *]<|end|>")
   assert step.done and step.reward == 1.0 and step.info["success"]
+
+
+@pytest.mark.timeout(600)
+def test_a_move_that_a_game_never_ends_truncates_one_episode() -> None:
+  config = TextArenaConfig(game="GuessTheNumber-v0", move_timeout_s=0.5)
+  hasty, patient, other = textarena_factory(config)(), make("GuessTheNumber-v0"), make("GuessTheNumber-v0")
+  for env in (patient, other):
+    env.reset(3)
+    env.step("[1]<|end|>")
+  expected = other.step("[2]<|end|>")
+  hasty.reset(3)
+  os.kill(hasty._workers._idle[0].process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+  step = hasty.step("[1]<|end|>")
+  assert step.done and step.truncated and step.reward == 0.0 and "it took more than" in step.info["scorer_error"]
+  assert patient.step("[2]<|end|>") == expected  # played again in a new process
+  with pytest.raises(ValueError, match="move_timeout_s must be positive; received 0"):
+    TextArenaConfig(game="GuessTheNumber-v0", move_timeout_s=0)
 
 
 def test_other_games_are_refused() -> None:

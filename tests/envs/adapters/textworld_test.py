@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("textworld", reason="needs the extra 'envs'")
 
-from sao_jax.envs.adapters.textworld import TextWorld, TextWorldConfig, textworld_factory
+from sao_jax.envs.adapters.textworld import HostedTextWorld, TextWorld, TextWorldConfig, textworld_factory
 
 # The package silences its own interpreter's warning about its games; pytest turns it on again.
 pytestmark = [pytest.mark.filterwarnings("ignore:Game .* is not fully supported:UserWarning"), pytest.mark.timeout(600)]
@@ -28,14 +29,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TextWorldConfig:
 
 
 @pytest.fixture
-def env(config: TextWorldConfig) -> Iterator[TextWorld]:
+def env(config: TextWorldConfig) -> Iterator[HostedTextWorld]:
   env = textworld_factory(config)()
-  assert isinstance(env, TextWorld)
+  assert isinstance(env, HostedTextWorld)
   yield env
   env.close()
 
 
-def test_the_walkthrough_wins(env: TextWorld, config: TextWorldConfig) -> None:
+def test_the_walkthrough_wins(env: HostedTextWorld, config: TextWorldConfig) -> None:
   prompt = env.reset(0)
   assert prompt.startswith("<|user|>") and "Commands: " in prompt and "$$" not in prompt
   commands = env.walkthrough()
@@ -60,7 +61,7 @@ def test_walkthroughs_of_other_games_win_also_after_detours(
     max_turns=60,
   )  # fmt: skip
   env = textworld_factory(config)()
-  assert isinstance(env, TextWorld)
+  assert isinstance(env, HostedTextWorld)
   env.reset(0)
   detours = iter(range(3))
   total = 0.0
@@ -75,7 +76,7 @@ def test_walkthroughs_of_other_games_win_also_after_detours(
   env.close()
 
 
-def test_nonsense_costs_turns(env: TextWorld) -> None:
+def test_nonsense_costs_turns(env: HostedTextWorld) -> None:
   env.reset(0)
   for command in ("dance wildly\nlook", "", "xyzzy"):
     step = env.step(f"{command}<|end|>")
@@ -106,7 +107,8 @@ def test_commands_that_write_or_read_files_are_refused(
   config: TextWorldConfig, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.chdir(tmp_path)
-  env = textworld_factory(dataclasses.replace(config, max_turns=20))()
+  # In this process, whose directory is watched.
+  env = TextWorld(dataclasses.replace(config, max_turns=20), lock=threading.Lock())
   env.reset(0)
   for command in ("save", "Script on", "transcript", "transcripts", "look. save", "recording on", "restore", "replay"):
     step = env.step(f"{command}<|end|>")

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from sao_jax.envs.adapters.verifiers import VerifiersConfig, VerifiersTask, verifiers_factory
+from tests.waiting import LONG_S
 
 vf = pytest.importorskip("verifiers.v1", reason="needs the extra 'envs'")
 
@@ -140,10 +144,66 @@ def test_a_reward_that_raises_is_an_error_of_the_episode() -> None:
     env.step("y<|end|>")
 
 
+class Nasty(Echo):
+  @vf.reward
+  async def nasty(self, trace: vf.Trace) -> float:
+    if trace.last_reply == "spin":
+      while True:
+        pass
+    if trace.last_reply == "die":
+      os._exit(1)
+    return 1.0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("answer", "reason"), [("spin", "it took more than 1 s"), ("die", "its process ended")])
+def test_an_answer_that_is_never_scored_scores_nothing_in_time(answer: str, reason: str) -> None:
+  env = VerifiersTask(VerifiersConfig(score_timeout_s=1.0), [Nasty(Data(prompt="x", target="x"))])
+  env.reset(0)
+  began = time.perf_counter()
+  step = env.step(f"{answer}<|end|>")
+  assert time.perf_counter() - began < LONG_S
+  assert step.done and not step.truncated and step.reward == 0.0 and not step.info["success"]
+  assert reason in step.info["scorer_error"]
+  patient = VerifiersTask(VerifiersConfig(), [Nasty(Data(prompt="x", target="x"))])
+  patient.reset(0)
+  assert patient.step("x<|end|>").reward == 2.0
+
+
+def test_scoring_in_this_process_where_tasks_ask_for_it() -> None:
+  class Local(Echo):
+    @vf.reward
+    async def here(self, trace: vf.Trace) -> float:
+      return float(seen.append(os.getpid()) is None)
+
+  seen: list[int] = []
+  task = Local(Data(prompt="x", target="x"))
+  for limit, here in ((60.0, []), (None, [os.getpid()])):
+    env = VerifiersTask(VerifiersConfig(score_timeout_s=limit), [task])
+    env.reset(0)
+    assert env.step("x<|end|>").reward == 2.0 and seen == here
+
+
+def test_tasks_that_cannot_be_sent_are_refused() -> None:
+  lock = threading.Lock()
+
+  class Locked(Echo):
+    @vf.reward
+    async def locked(self, trace: vf.Trace) -> float:
+      return float(lock.acquire())
+
+  env = VerifiersTask(VerifiersConfig(), [Locked(Data(prompt="x", target="x"))])
+  env.reset(0)
+  with pytest.raises(ValueError, match=r"can be pickled, or VerifiersConfig.score_timeout_s None; Locked"):
+    env.step("x<|end|>")
+
+
 def test_bad_input_is_refused() -> None:
   with pytest.raises(ValueError, match="tasks must not be empty"):
     VerifiersTask(VerifiersConfig(), [])
   with pytest.raises(ValueError, match="those of Shared share tool servers"):
     verifiers_factory(VerifiersConfig(), Shared(vf.TasksetConfig(id="shared")))
+  with pytest.raises(ValueError, match="score_timeout_s must be None or positive; received 0"):
+    VerifiersConfig(score_timeout_s=0)
   with pytest.raises(ValueError, match="num_tasks must be at least 1"):
     VerifiersConfig(num_tasks=0)

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from sao_jax.envs.grading import math_grading
+from sao_jax.envs.grading import scoring_process
 from sao_jax.envs.grading.math_grading import MathGrader
 from sao_jax.utils.extras import MissingExtraError
 from tests.waiting import LONG_S
@@ -179,16 +180,19 @@ def test_hostile_answers_are_wrong_in_time(grader: MathGrader, answer: str) -> N
 
 def test_a_killed_process_is_started_again(grader: MathGrader) -> None:
   assert grader.is_equal("1", "1.0")
-  assert grader._process is not None
-  grader._process.kill()
-  grader._process.wait()
+  for worker in grader._workers._idle:
+    assert worker.process is not None
+    worker.process.kill()
+    worker.process.wait()
   assert grader.is_equal("1", "1.0") and not grader.is_equal("1", "2")
 
 
 def test_a_stopped_process_is_a_timeout() -> None:
   with MathGrader(timeout_s=30.0, start_timeout_s=300.0) as grader:
-    assert grader.is_equal("1", "1.0") and grader._process is not None
-    os.kill(grader._process.pid, signal.SIGSTOP)
+    assert grader.is_equal("1", "1.0")
+    (worker,) = grader._workers._idle
+    assert worker.process is not None
+    os.kill(worker.process.pid, signal.SIGSTOP)
     grader._timeout_s = 0.2
     assert not grader.is_equal("1", "x" * 1_000_000) and grader.timeouts == 1
 
@@ -198,13 +202,13 @@ def test_an_interrupted_comparison_leaves_no_reply_for_the_next_one(
 ) -> None:
   assert grader.is_equal("1", "1.0")
 
-  def interrupt(process: object, line: str = "") -> str:
-    exchange(process, line)  # type: ignore[arg-type]
+  def interrupt(*arguments: Any) -> bytes:
+    exchange(*arguments)
     raise KeyboardInterrupt
 
-  exchange = math_grading._exchange
+  exchange = scoring_process._exchange
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(math_grading, "_exchange", interrupt)
+    patch.setattr(scoring_process, "_exchange", interrupt)
     grader.is_equal("1", "1.0")
   assert not grader.is_equal("1", "2") and grader.is_equal("1", "1.0")
 
@@ -216,7 +220,7 @@ def test_a_script_without_a_guard(tmp_path: pathlib.Path) -> None:
   script.write_text(
     "from sao_jax.envs.grading.math_grading import MathGrader\n"
     "grader = MathGrader(timeout_s=60.0, start_timeout_s=300.0)\n"
-    "print(grader.is_equal('$\\\\frac12$', '0.5'), grader._process.pid)\n"
+    "print(grader.is_equal('$\\\\frac12$', '0.5'), grader._workers._idle[0].process.pid)\n"
   )
   done = subprocess.run(
     [sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False,

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
+import signal
 import time
 
 import pytest
 
 from sao_jax.envs import ProblemBank, ToolMathConfig
+from sao_jax.envs.grading import scoring_process
+from sao_jax.envs.tool_math import problems
 from sao_jax.envs.tool_math.expressions import evaluate
 from sao_jax.envs.tool_math.problems import plan_solution
 from sao_jax.tokenizers import MathTokenizer
@@ -145,3 +149,22 @@ def test_making_problems_is_fast() -> None:
   for i in range(1_000):
     bank.problem(i)
   assert time.process_time() - start < 5.0  # About 0.15 s on an idle core.
+
+
+@pytest.mark.timeout(600)
+def test_an_answer_that_is_not_scored_in_time_scores_nothing(
+  held_out: ProblemBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  problem = held_out.problem(0)
+  right = str(evaluate(problem.expression))
+  assert held_out.score(problem, right) == 1.0
+  pool = scoring_process.shared_pool("sao_jax.envs.adapters._reasoning_gym_worker")
+  for worker in pool._idle:
+    assert worker.process is not None
+    os.kill(worker.process.pid, signal.SIGSTOP)
+  with monkeypatch.context() as patch:
+    patch.setattr(problems, "_SCORE_TIMEOUT_S", 0.5)
+    before, stopped = pool.timeouts, len(pool._idle)
+    assert [held_out.is_right(problem, right) for _ in range(stopped)] == [False] * stopped
+    assert pool.timeouts == before + stopped >= 1
+  assert held_out.is_right(problem, right)

@@ -1,0 +1,58 @@
+"""The rewards of `verifiers.v1` tasks, in the process that scores answers (see `scoring_process`).
+
+A request is `[sys.path, arguments]`: the arguments of `score`, pickled, in base64.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sao_jax.utils.extras import needed
+
+
+def start() -> Callable[[Any], Any]:
+  """Loads the package; the function answers a request by `[reward, metrics]`."""
+  with needed("envs"):
+    import verifiers.v1  # noqa: F401 (before the memory is limited)
+
+  return answer
+
+
+def answer(request: Any) -> tuple[float, dict[str, float]]:
+  path, arguments = request
+  sys.path += [folder for folder in path if folder not in sys.path]
+  return score(*pickle.loads(base64.b64decode(arguments)))  # noqa: S301 (from the process that started this one)
+
+
+def score(task: Any, text: str, finish_reason: str) -> tuple[float, dict[str, float]]:
+  """A task's weighted sum of rewards, and its metrics, for one answer."""
+  trace = _trace(task, text, finish_reason)
+  asyncio.run(task.score(trace))
+  return float(trace.reward), {name: float(value) for name, value in trace.metrics.items()}
+
+
+def _trace(task: Any, answer: str, finish_reason: str) -> Any:
+  """What the package's rewards read: the conversation as its own agent loop would have recorded it."""
+  import verifiers.v1 as vf
+  from verifiers.v1.state import state_cls
+  from verifiers.v1.trace import ModelCall
+
+  data = task.data
+  trace = vf.Trace(
+    task=vf.TraceTask(type=type(task).__name__, data=data, key=task.key, hash=task.hash),
+    state=state_cls(type(task))(),
+    agent=vf.AgentInfo(config=vf.AgentConfig()),
+  )
+  messages: list[Any] = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
+  messages += [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
+  trace.nodes = [vf.MessageNode(parent=i - 1 if i else None, message=message) for i, message in enumerate(messages)]
+  parent = len(messages) - 1 if messages else None
+  trace.nodes.append(vf.MessageNode(parent=parent, message=vf.AssistantMessage(content=answer), sampled=True))
+  trace.calls.append(ModelCall(node=len(messages), finish_reason=finish_reason))
+  trace.stop("agent_completed")
+  return trace

@@ -1,0 +1,237 @@
+"""Processes that can be killed, for code which evaluates a model's text: no answer, however nasty, stalls training.
+
+A worker runs `_scoring_worker.py` with one module, whose `start()` returns the function that answers
+requests. Requests and replies are JSON. Workers share one hash seed, so that what they make does not depend on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import pathlib
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from sao_jax.utils.extras import MissingExtraError
+
+_PATIENCE_S = 1.0
+"""Time to wait for a busy worker before another one is started: answers take milliseconds, or for ever."""
+_RAISED_AS: Mapping[str, type[Exception]] = {"ValueError": ValueError, "MissingExtraError": MissingExtraError}
+_SETTINGS: Mapping[str, str] = {
+  "PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+}  # fmt: skip
+
+
+class NoReplyError(RuntimeError):
+  """A worker was killed because it took too long, or it died of the request."""
+
+  def __init__(self, message: str, *, timed_out: bool):
+    super().__init__(message)
+    self.timed_out = timed_out
+
+
+class WorkerError(RuntimeError):
+  """An exception in a worker; `kind` is its class's name. A ValueError there is a ValueError here."""
+
+  def __init__(self, kind: str, message: str):
+    super().__init__(f"{kind}: {message}")
+    self.kind = kind
+    self.message = message
+
+
+class Workers(Protocol):
+  """What answers requests; `WorkerPool` is one."""
+
+  def call(self, request: Any, *, timeout_s: float) -> Any: ...
+
+
+class WorkerPool:
+  """A few processes that answer requests; safe to call from many threads.
+
+  A process starts when a request finds none, a further one when all have been busy for a second. One that is killed is
+  started again by the next request.
+
+  Args:
+    module: name of the module which answers; its `start()` returns the function `request -> reply`.
+    max_workers: processes at most, at least 1.
+    memory_bytes: memory that a process may use beyond what it has when it has started.
+    start_timeout_s: seconds for a process to start.
+  """
+
+  def __init__(self, module: str, *, max_workers: int = 3, memory_bytes: int = 1 << 30, start_timeout_s: float = 120.0):
+    if max_workers < 1:
+      raise ValueError(f"max_workers must be at least 1; received {max_workers!r}.")
+    self._module = module
+    self._max_workers = max_workers
+    self._memory_bytes = memory_bytes
+    self._start_timeout_s = start_timeout_s
+    self._changed = threading.Condition()
+    self._num_workers = 0
+    self._idle: list[_Worker] = []
+    self.timeouts = 0
+    """Requests that took too long."""
+
+  def call(self, request: Any, *, timeout_s: float) -> Any:
+    """The reply to a request.
+
+    Args:
+      request: a JSON value.
+      timeout_s: seconds for the reply, not counting the start of a process; then its process is killed.
+
+    Raises:
+      NoReplyError: it took too long, or the process ended.
+      ValueError: raised by the function that answers.
+      WorkerError: another exception of that function.
+      MissingExtraError: the function needs packages that are not installed.
+      RuntimeError: the process does not start.
+    """
+    line = json.dumps([timeout_s, request]).encode() + b"\n"
+    worker = self._take()
+    try:
+      reply = worker.exchange(line, timeout_s)
+    except NoReplyError as error:
+      with self._changed:
+        self.timeouts += error.timed_out
+      logging.getLogger(__name__).warning("%s", error)
+      raise
+    finally:
+      with self._changed:
+        self._idle.append(worker)
+        self._changed.notify()
+    return _value(reply)
+
+  def close(self) -> None:
+    """Waits for requests under way and ends the processes; a later request starts one again."""
+    with self._changed:
+      self._changed.wait_for(lambda: len(self._idle) == self._num_workers)
+      for worker in self._idle:
+        worker.stop()
+      self._idle, self._num_workers = [], 0
+
+  def _take(self) -> _Worker:
+    with self._changed:
+      patience = _PATIENCE_S if self._num_workers else 0.0
+      if not self._changed.wait_for(lambda: self._idle, patience) and self._num_workers < self._max_workers:
+        self._num_workers += 1
+        return _Worker(self._module, self._memory_bytes, self._start_timeout_s)
+      self._changed.wait_for(lambda: self._idle)
+      return self._idle.pop()
+
+
+def shared_pool(module: str, *, max_workers: int = 3, memory_bytes: int = 1 << 30) -> WorkerPool:
+  """The pool of this process for a module: however many environments there are, they share a few workers.
+
+  Its processes end with this one.
+  """
+  return _shared_pool(module, max_workers, memory_bytes, os.getpid())
+
+
+@functools.cache
+def _shared_pool(module: str, max_workers: int, memory_bytes: int, pid: int) -> WorkerPool:
+  del pid  # A forked process must not write to the pipes of its parent.
+  return WorkerPool(module, max_workers=max_workers, memory_bytes=memory_bytes)
+
+
+class _Worker:
+  """One process, used by one thread at a time."""
+
+  def __init__(self, module: str, memory_bytes: int, start_timeout_s: float):
+    self._module = module
+    self._memory_bytes = memory_bytes
+    self._start_timeout_s = start_timeout_s
+    self.process: subprocess.Popen[bytes] | None = None
+
+  def exchange(self, line: bytes, timeout_s: float) -> bytes:
+    if self.process is not None and self.process.poll() is not None:  # It was killed since the last request.
+      self.stop()
+    process = self.process or self._start()
+    return self._guarded(process, line, timeout_s)
+
+  def stop(self) -> None:
+    if self.process is not None:
+      self.process.kill()
+      self.process.wait()
+      for pipe in (self.process.stdin, self.process.stdout):
+        if pipe is not None:
+          pipe.close()
+    self.process = None
+
+  def _start(self) -> subprocess.Popen[bytes]:
+    # A program of its own, not multiprocessing: that imports the caller's main module again, which a script without a
+    # guard and a notebook do not survive. -P: the modules that lie next to the program are not for it.
+    program = pathlib.Path(__file__).with_name("_scoring_worker.py")
+    self.process = process = subprocess.Popen(
+      [sys.executable, "-P", str(program), self._module, str(self._memory_bytes)],
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+      env={**os.environ, **_SETTINGS},
+    )  # fmt: skip
+    for pipe in (process.stdin, process.stdout):
+      assert pipe is not None
+      os.set_blocking(pipe.fileno(), False)
+    try:
+      _value(self._guarded(process, b"", self._start_timeout_s))
+    except NoReplyError as error:
+      raise RuntimeError(f"the process did not start: {error}") from error
+    except BaseException:
+      self.stop()
+      raise
+    return process
+
+  def _guarded(self, process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
+    """One exchange. A process that does not reply is killed, and so is one whose reply nobody waits for any more."""
+    reply = b""
+    try:
+      reply = _exchange(process, line, timeout_s)
+    except TimeoutError:
+      raise NoReplyError(f"{self._module} gave no reply: it took more than {timeout_s:g} s", timed_out=True) from None
+    except (EOFError, BrokenPipeError) as error:
+      raise NoReplyError(f"{self._module} gave no reply: its process ended", timed_out=False) from error
+    finally:
+      if not reply:
+        self.stop()
+    return reply
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
+  """Writes a line, if any, and returns the process's next one."""
+  assert process.stdin is not None and process.stdout is not None
+  source, sink = process.stdout.fileno(), process.stdin.fileno()
+  deadline = time.monotonic() + timeout_s
+  poll = select.poll()
+  poll.register(source, select.POLLIN)
+  if line:
+    poll.register(sink, select.POLLOUT)
+  unsent, said = memoryview(line), bytearray()
+  while not said.endswith(b"\n"):
+    ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1_000)
+    if not ready:
+      raise TimeoutError
+    for file, _ in ready:
+      if file == source:
+        if not (chunk := os.read(source, 1 << 16)):
+          raise EOFError
+        said += chunk
+      else:
+        with contextlib.suppress(BlockingIOError):  # Less room than a write wants.
+          unsent = unsent[os.write(sink, unsent) :]
+        if not unsent:
+          poll.unregister(sink)
+  return bytes(said)
+
+
+def _value(reply: bytes) -> Any:
+  outcome, *content = json.loads(reply)
+  if outcome == "reply":
+    return content[0]
+  kind, message = content
+  if kind in _RAISED_AS:
+    raise _RAISED_AS[kind](message)
+  raise WorkerError(kind, message)
