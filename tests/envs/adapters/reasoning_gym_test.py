@@ -211,6 +211,6 @@ def test_many_tags_are_read_in_linear_time() -> None:
 def test_the_answer_is_the_one_that_the_package_finds(text: str) -> None:
   from reasoning_gym.utils import extract_answer
 
-  from sao_jax.envs.reasoning_gym_env import _last_answer
+  from sao_jax.envs.adapters.reasoning_gym import _last_answer
 
   assert _last_answer(text) == extract_answer(text)
