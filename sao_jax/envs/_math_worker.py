@@ -1,7 +1,7 @@
 """The grading process of `math_grading`, run as a program: JSON lines in, JSON lines out.
 
 First it says whether it could start (null, or the error), then it answers every `[gold, answer]` by true or false. It
-imports nothing of this library, whose own imports would cost more than the rest of the start.
+imports only the rules of this library, whose other imports would cost more than the rest of the start.
 """
 
 from __future__ import annotations
@@ -10,44 +10,31 @@ import contextlib
 import json
 import logging
 import os
+import pathlib
 import re
 import resource
 import signal
 import sys
-from typing import Any, TextIO
+import types
+from typing import TextIO
 
 _MEMORY_BYTES = 1 << 30
-
-_DELIMITER = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed\b")
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?\s*(?:\\?%)?")
-_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
-_WORD = re.compile(r"[A-Za-z]{3}|[A-Za-z]{2}\s+[A-Za-z]{2}|\b(?:pi|ln)\b|\*\*")
-"""What a bare LaTeX expression does not hold, its commands apart: words, and the powers of programs."""
-_MAX_CHARS = 1000
+_HERE = pathlib.Path(__file__).resolve().parent
+_MAX_CHARS = 2000
+"""Of a text without a box, so many characters at its end are looked at."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MARK = re.compile(rf"(?P<box>{_BOX.pattern})|\\.|[{{}}]", re.DOTALL)
-_JOIN = re.compile(r"(?:[\s$,;]|\\[\[\]()]|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\})*")
-"""Between boxes that together are one answer: `\\boxed{1}$ and $\\boxed{2}`."""
-_CANDIDATES = re.compile(
-  r"\\(?:equiv|(?:[Ll]ong)?[Rr]ightarrow|to|implies|iff|mid|sim|lor|vee|land|wedge|cup|cap|in)\b|[=&?]|\.\s|\s\|\s"
-)
-"""What stands between candidates; of some of these math-verify reads one side only."""
-_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
-_DIGITS = re.compile(r"-?\d+(?:\.\d+)?")
-
-
-def delimited(text: str) -> str:
-  """A bare expression between dollar signs, where math-verify looks for LaTeX; all other texts as they are.
-
-  Without them it takes the last number for the whole: `3\\sqrt{13}` would be 3, and `2k + 2` would be 2.
-
-  >>> delimited("3\\\\sqrt{13}"), delimited("(1, 2)"), delimited("It is 12."), delimited("0.5")
-  ('$3\\\\sqrt{13}$', '$(1, 2)$', 'It is 12.', '0.5')
-  """
-  bare = text.strip()
-  if not bare or len(bare) > _MAX_CHARS or "\n" in bare or _DELIMITER.search(bare) or _NUMBER.fullmatch(bare):
-    return text
-  return text if _WORD.search(_COMMAND.sub(" ", bare)) else f"${bare}$"
+_JOIN = re.compile(r"(?:[^A-Za-z0-9.!?\\]|\\[A-Za-z]+|\\[^A-Za-z]|\b(?:and|or)\b)*")
+"""Between boxes, or formulas, that together are one answer: `\\boxed{1}$ and $\\boxed{2}`; no words, no full stop."""
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:\s*\\?%)?|[-+]?\.\d+")
+_DIGIT = re.compile(r"[0-9]")
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
+_ANSWER = re.compile(r".*\banswer\s*(?:is|:)+\s*(.+)", re.IGNORECASE | re.DOTALL)
+_BEFORE = re.compile(r"(?:[A-Za-z'’,.;:!?()=\s-]*[\s(=:])?[$€£]?")
+_AFTER = re.compile(r"(?!\s*[A-Za-z]\b)(?:[\s),.;:!?][A-Za-z'’,.;:!?()\s-]*)?")
+"""Plain words around a number."""
+_DENIAL = re.compile(r"\b(?:not|never|wrong|no|or|nor)\b|n't\b", re.IGNORECASE)
 
 
 def last_box(text: str) -> str:
@@ -75,34 +62,56 @@ def last_box(text: str) -> str:
   first = len(boxes) - 1
   while first and _JOIN.fullmatch(text, boxes[first - 1][2] + 1, boxes[first][0]):
     first -= 1
-  return ", ".join("\\boxed{" + _BOX.sub("{", text[content:end]) + "}" for _, content, end in boxes[first:])
+  contents = dict.fromkeys(_BOX.sub("{", text[content:end]) for _, content, end in boxes[first:])
+  return ", ".join("\\boxed{" + content + "}" for content in contents)
+
+
+def given_answers(text: str) -> list[str]:
+  """The texts that may be the answer, one of which has to be right as a whole.
+
+  A box, if there is one, is the only such text. Otherwise it is a line by itself, the last formula, or in plain words
+  the end of "the answer is ..." and what stands from the first to the last number of the last sentence with numbers.
+
+  >>> given_answers("\\\\boxed{71} no, \\\\boxed{70}."), given_answers("It is 12."), given_answers("so 2+2=4")
+  (['\\\\boxed{70}'], ['It is 12.', '12'], ['so 2+2=4', '2+2=4'])
+  """
+  boxed = last_box(text)
+  if boxed != text or _BOX.search(text):
+    return [boxed] if boxed else []
+  text = text.strip()[-_MAX_CHARS:]
+  whole = [text] if "\n" not in text else []
+  formulas = list(_FORMULA.finditer(text))
+  if formulas:
+    first = len(formulas) - 1
+    while first and _JOIN.fullmatch(text, formulas[first - 1].end(), formulas[first].start()):
+      first -= 1
+    return [*whole, ", ".join(dict.fromkeys(next(filter(None, x.groups())) for x in formulas[first:]))]
+  text = text.replace("**", "")
+  if answer := _ANSWER.match(text):
+    whole.append(answer[1].strip())
+  sentences = [x for x in _SENTENCE.split(text) if _DIGIT.search(x)]
+  if sentences and not _DENIAL.search(sentences[-1]):
+    numbers = list(_NUMBER.finditer(sentences[-1]))
+    start, end = numbers[0].start(), numbers[-1].end()
+    if _BEFORE.fullmatch(sentences[-1], 0, start) and _AFTER.fullmatch(sentences[-1], end):
+      whole.append(sentences[-1][start:end])
+  return whole
 
 
 def equal(gold: str, answer: str) -> bool:
-  """Whether both can be read and math-verify finds them equal; of a number, that no other one stands beside it."""
-  import math_verify
-
-  def parse(text: str) -> list[Any]:
-    return math_verify.parse(text, parsing_timeout=None)
-
-  def same(found: list[Any]) -> bool:
-    return bool(math_verify.verify(wanted, found, timeout_seconds=None))
-
+  """Whether an answer is right for a reference; see `answer_kinds`. An answer that cannot be read is wrong."""
   try:
-    answer = last_box(answer)
-    wanted, found = parse(delimited(last_box(gold))), parse(delimited(answer))
-    if not wanted or not found or not same(found):
-      return False
-    if not getattr(wanted[0], "is_number", False):
-      return True
-    # "71 \\to 70" would be read as 70: every number that stands by itself must be the one that is wanted.
-    others = [f"${part}$" for part in _CANDIDATES.split(str(found[-1]))]
-    others = others if len(others) > 1 else []
-    others += [digits for part in _TEXT.findall(answer) for digits in _DIGITS.findall(part)]
-    return all(same(x) for x in map(parse, others) if x and getattr(x[0], "is_number", False))
+    from sao_jax.envs.answer_kinds import same_answer
+    from sao_jax.envs.answer_tokens import UnreadableError
+
+    wanted = last_box(gold)
+    for found in given_answers(answer):
+      with contextlib.suppress(UnreadableError):  # It is another of the texts, or wrong.
+        if same_answer(wanted, found):
+          return True
   except Exception as error:  # noqa: BLE001 (out of memory, too deep, or a fault of the parser: it cannot be read)
     logging.getLogger(__name__).debug("an answer could not be read: %r", error)
-    return False
+  return False
 
 
 def _limit_memory() -> None:
@@ -119,16 +128,22 @@ def _own_output() -> TextIO:
   return output
 
 
+def _leave_packages_bare() -> None:
+  """Lets modules of this library be imported without their packages' own imports."""
+  for name, path in (("sao_jax", _HERE.parent), ("sao_jax.envs", _HERE)):
+    package = types.ModuleType(name)
+    package.__path__ = [str(path)]
+    sys.modules[name] = package
+
+
 def main(limit_s: float) -> None:
   """Answers until the other end closes; a comparison of more than `limit_s` seconds ends the process."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # An interrupt of the terminal is for the grader, who closes the pipe.
   output = _own_output()
   try:
-    import math_verify  # noqa: F401 (before the memory is limited)
+    import math_verify  # noqa: F401 (whose parser is used; before the memory is limited)
 
-    # It warns that its timeouts are off: they are meant to be.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    equal("1", "1")  # What it loads at its first use.
+    equal("2\\pi", "\\pi\\cdot 2")  # What it loads at its first use.
   except ImportError as error:
     output.write(json.dumps(str(error)) + "\n")
     return
@@ -143,4 +158,5 @@ def main(limit_s: float) -> None:
 
 
 if __name__ == "__main__":
+  _leave_packages_bare()
   main(float(sys.argv[1]))
