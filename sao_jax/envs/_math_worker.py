@@ -19,7 +19,6 @@ import types
 from typing import TextIO
 
 _MEMORY_BYTES = 1 << 30
-_HERE = pathlib.Path(__file__).resolve().parent
 _MAX_CHARS = 2000
 """Of a text without a box, so many characters at its end are looked at."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -28,6 +27,8 @@ _JOIN = re.compile(r"(?:[^A-Za-z0-9.!?\\]|\\[A-Za-z]+|\\[^A-Za-z]|\b(?:and|or)\b
 """Between boxes, or formulas, that together are one answer: `\\boxed{1}$ and $\\boxed{2}`; no words, no full stop."""
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:\s*\\?%)?|[-+]?\.\d+")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[A-Za-z]{2}")
 _DIGIT = re.compile(r"[0-9]")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 _ANSWER = re.compile(r".*\banswer\s*(?:is|:)+\s*(.+)", re.IGNORECASE | re.DOTALL)
@@ -69,8 +70,9 @@ def last_box(text: str) -> str:
 def given_answers(text: str) -> list[str]:
   """The texts that may be the answer, one of which has to be right as a whole.
 
-  A box, if there is one, is the only such text. Otherwise it is a line by itself, the last formula, or in plain words
-  the end of "the answer is ..." and what stands from the first to the last number of the last sentence with numbers.
+  A box, if there is one, is the only such text, and so is a text without words. Among words it is a line by itself, the
+  last formula, or without formulas the end of "the answer is ..." and the last sentence with numbers from its first
+  number to its last.
 
   >>> given_answers("\\\\boxed{71} no, \\\\boxed{70}."), given_answers("It is 12."), given_answers("so 2+2=4")
   (['\\\\boxed{70}'], ['It is 12.', '12'], ['so 2+2=4', '2+2=4'])
@@ -79,6 +81,8 @@ def given_answers(text: str) -> list[str]:
   if boxed != text or _BOX.search(text):
     return [boxed] if boxed else []
   text = text.strip()[-_MAX_CHARS:]
+  if not _WORD.search(_COMMAND.sub(" ", text)):
+    return [text]
   whole = [text] if "\n" not in text else []
   formulas = list(_FORMULA.finditer(text))
   if formulas:
@@ -130,7 +134,8 @@ def _own_output() -> TextIO:
 
 def _leave_packages_bare() -> None:
   """Lets modules of this library be imported without their packages' own imports."""
-  for name, path in (("sao_jax", _HERE.parent), ("sao_jax.envs", _HERE)):
+  here = pathlib.Path(__file__).resolve().parent
+  for name, path in (("sao_jax", here.parent), ("sao_jax.envs", here)):
     package = types.ModuleType(name)
     package.__path__ = [str(path)]
     sys.modules[name] = package

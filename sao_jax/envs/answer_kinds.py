@@ -172,7 +172,7 @@ def _same_number(gold: Nodes, answer: Nodes) -> bool:
       if not _same_measure(gold, part):
         return False
       exact = part
-      found = found or not answer_values.takes_several(part)
+      found = found or not answer_values.is_choice(part)
     elif not (is_name(part) or _is_value(part, number=False)):
       return False
   return found
@@ -308,7 +308,10 @@ def _same_elements(wanted: list[Nodes], found: list[Nodes]) -> bool:
   dots = Token("dots", "...")
   if any(dots in part for part in (*wanted, *found)):
     return all(a == b if dots in a or dots in b else same(a, b) for a, b in zip(wanted, found, strict=True))
-  if not any(has(part, RELATIONS) for part in wanted):
+  named = {literal(sides(part)[0][0]) for part in wanted if has(part, RELATIONS)}
+  if len(named) > 1 and not all(has(part, RELATIONS) for part in found):
+    return False  # Which of the values is x, and which is y?
+  if not named:
     names = {literal(part[: part.index(Token("op", "="))]) for part in found if Token("op", "=") in part}
     if len({name[:1] for name in names}) > 1:
       return False  # x = 1, y = 2 is no list of values of x.

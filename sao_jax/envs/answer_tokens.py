@@ -149,9 +149,15 @@ def tokens(text: str, *, thousands: bool = True) -> tuple[Node, ...]:
   if r"\right." in text:  # A brace in front of cases, which nothing closes.
     text = text.replace(r"\left\{", "", 1)
   found = _Scanner(_FULL_STOP.sub(r"\1", text), thousands).items()
-  if not found:
-    raise UnreadableError("an answer must hold something; received nothing.")
+  if not any(_says_something(node) for node in found):
+    raise UnreadableError(f"an answer must hold a number, a letter or a word; received {text[:60]!r}.")
   return found
+
+
+def _says_something(node: Node) -> bool:
+  if isinstance(node, Group):
+    return node.open == r"\{" or any(map(_says_something, node.items))
+  return node.kind not in ("op", "sep", "unit") and any(char.isalnum() for char in node.text)
 
 
 def literal(nodes: tuple[Node, ...]) -> tuple[str, ...]:
@@ -375,6 +381,8 @@ class _Scanner:
     self._thousands = thousands
     close = next(x for x in _OPENING[opening].split() if self._starts(x))
     self._at += len(close)
+    if opening in "([" and len(items) == 1 and isinstance(items[0], Group) and items[0].open in ("array", "matrix"):
+      return [Group("pmatrix", "end", items[0].items)]
     return [Group(opening, close, items)]
 
   def _environment(self) -> Group:

@@ -296,11 +296,9 @@ class _Writer:
     following = self._nodes[self._at] if self._at < len(self._nodes) else None
     if token.text in _FUNCTION_LETTERS and isinstance(following, Group) and following.open == "(":
       raise UnreadableError(f"the value of {token.text}(...) is not known.")
-    if "{" in text and not text.startswith("\\") and "_" not in text:
-      raise UnreadableError(f"{text} has no value.")
     if text.startswith(r"\math"):
       raise UnreadableError(f"{text} has no value.")
-    self._put(text + " ")
+    self._put(text if text.endswith(" ") else text + " ")
 
   def _bracket(self, group: Group) -> None:
     if group.open not in _BRACKETS or (group.open, group.close) in (("(", "]"), ("[", ")")):
@@ -314,7 +312,7 @@ class _Writer:
       self._put(name + " ")
     elif name in (r"\frac", r"\binom"):
       top, bottom = self._argument(), self._argument()
-      if literal(top.items)[:1] and literal(top.items)[0][0] == literal(bottom.items)[0][0] == "d":
+      if top.items[:1] == bottom.items[:1] == (Token("letter", "d"),):
         raise UnreadableError("the value of a derivative is not known.")
       self._put(f"{name}{{{to_latex(top.items)}}}{{{to_latex(bottom.items)}}}", times=name == r"\frac")
     elif name == r"\sqrt":
@@ -412,8 +410,6 @@ def _split(nodes: Nodes) -> list[Nodes]:
   return found
 
 
-def takes_several(nodes: Nodes) -> bool:
-  """Whether it leaves the choice of the answer to the reader: `max(71, 70)`."""
-  return any(isinstance(node, Token) and node.text in _SEVERAL_ARGUMENTS for node in nodes)
-
-
+def is_choice(nodes: Nodes) -> bool:
+  """Whether it leaves the choice between its numbers to the reader: `\\max(71, 70)`, `70 \\bmod 71`."""
+  return any(isinstance(node, Token) and (node.text in _SEVERAL_ARGUMENTS or node.text == "mod") for node in nodes)
