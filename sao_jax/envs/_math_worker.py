@@ -41,11 +41,13 @@ _DENIAL = re.compile(r"\b(?:not|never|wrong|no|or|nor)\b|n't\b", re.IGNORECASE)
 def last_box(text: str) -> str:
   """The last box, or boxes if only commas, "and" and the like stand between them; a text without boxes as it is.
 
-  A box inside a box is a part of it. A last box that does not end leaves nothing that could be read.
+  A box inside a box is a part of it. A last box that does not end, or that seems to end
+  twice on its line, leaves nothing that could be read.
 
   >>> last_box("\\\\boxed{71} no, \\\\boxed{70}."), last_box("$\\\\boxed{1}$ and $\\\\boxed{2}$"), last_box("It is 12.")
   ('\\\\boxed{70}', '\\\\boxed{1}, \\\\boxed{2}', 'It is 12.')
   """
+  stray = -1  # where the last brace is closed that was not opened
   opened: list[tuple[bool, int, int]] = []  # whether it is a box, where it begins, where its content does
   boxes: list[tuple[int, int, int]] = []  # where it begins, where its content does, where that ends
   for mark in _MARK.finditer(text):
@@ -57,9 +59,13 @@ def last_box(text: str) -> str:
         while boxes and boxes[-1][0] > start:
           boxes.pop()
         boxes.append((start, content, mark.start()))
+    elif mark[0] == "}":
+      stray = mark.start()
   broken = max((start for is_box, start, _ in opened if is_box), default=-1)
   if not boxes or broken > boxes[-1][0]:
     return text if broken < 0 else ""
+  if stray > boxes[-1][2] and "\n" not in text[boxes[-1][2] : stray]:
+    return ""
   first = len(boxes) - 1
   while first and _JOIN.fullmatch(text, boxes[first - 1][2] + 1, boxes[first][0]):
     first -= 1

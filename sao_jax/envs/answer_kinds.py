@@ -44,6 +44,7 @@ from sao_jax.envs.answer_parts import (
   same_unit,
   sides,
   split,
+  starts_with_letter,
   words,
 )
 from sao_jax.envs.answer_tokens import Group, Token, UnreadableError, literal, tokens
@@ -173,9 +174,14 @@ def _same_number(gold: Nodes, answer: Nodes) -> bool:
         return False
       exact = part
       found = found or not answer_values.is_choice(part)
-    elif not (is_name(part) or _is_value(part, number=False)):
+    elif not (is_name(part) or (part is parts[0] and _is_term(part))):
       return False
   return found
+
+
+def _is_term(part: Nodes) -> bool:
+  """Whether it is an expression with letters whose value an equation may state: `m + n = 70`."""
+  return starts_with_letter(part) and _is_value(part, number=False)
 
 
 def _rounds(exact: Nodes, rounded: Nodes) -> bool:
@@ -208,7 +214,7 @@ def _same_residue(gold: Nodes, parts: list[Nodes], signs: list[str]) -> bool:
     remainder = (Group("(", ")", left), Token("op", "mod"), Token("num", str(modulus), modulus))
     if not answer_values.same_value(residue[0], remainder):
       return False
-  elif not (is_name(left) or _is_value(left, number=False)):
+  elif not (is_name(left) or _is_term(left)):
     return False
   return _same_measure(gold, residue[0])
 

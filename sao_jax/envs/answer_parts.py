@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Set
 from fractions import Fraction
 from typing import TypeAlias
 
-from sao_jax.envs.answer_tokens import Group, Node, Token, UnreadableError, literal
+from sao_jax.envs.answer_tokens import BIG_OPERATORS, Group, Node, Token, UnreadableError, literal
 
 Nodes: TypeAlias = tuple[Node, ...]
 
@@ -74,17 +74,30 @@ def is_name(nodes: Nodes) -> bool:
   has_letter = any(char.isalpha() for text in literal(nodes) for char in text)
   if not has_letter or any(node.text in _DECIDING.split() for node in words(nodes)):
     return False
-  for node in nodes:
+  for i, node in enumerate(nodes):
     if isinstance(node, Group):
       continue
-    allowed = node.kind in ("letter", "word", "func", "cmd") or node.text in _NAMING or is_op(node, frozenset("^_|'"))
-    if not allowed:
+    named = node.kind in ("letter", "word", "func") or node.text in _NAMING or is_op(node, frozenset("^_|'"))
+    named = named or node.text in BIG_OPERATORS
+    if not named and not (node.text == r"\frac" and all(map(_has_letter, nodes[i + 1 : i + 3]))):
       return False
   first = nodes[0]
   if isinstance(first, Group):  # A tuple of names, or an area [ABC].
     inside = [node for node in all_nodes(first.items) if isinstance(node, Token)]
     return all(node.kind in ("letter", "sep", "word") or node.text == "_" for node in inside)
   return True
+
+
+def starts_with_letter(nodes: Nodes) -> bool:
+  """Whether no number stands first, which spacing alone could part from the rest: `71 \\quad x = 70`."""
+  nodes = nodes[1:] if is_op(nodes[0], frozenset("+-")) else nodes
+  if isinstance(nodes[0], Token) and nodes[0].kind == "cmd":
+    return len(nodes) > 1 and isinstance(nodes[1], Group) and _has_letter(nodes[1])
+  return _has_letter(nodes[0])
+
+
+def _has_letter(node: Node) -> bool:
+  return any(isinstance(x, Token) and x.kind in ("letter", "func", "word") for x in all_nodes((node,)))
 
 
 def words(nodes: Nodes) -> list[Token]:

@@ -46,9 +46,9 @@ class MathGrader:
 
     The reference decides what kind of answer is right (see `answer_kinds`). The last box of the given answer counts, or
     the last boxes if no words and no full stop stand between them: they are a list. Without a box, an answer is a line
-    of its own, the last formula in `$...$`, or the number that the last sentence ends in. What is in the box must be
-    read as a whole: an answer with anything beside it, such as another number (`\\boxed{71 \\to 70}`), is wrong, and so is
-    one that cannot be read. The order matters: the reference comes first.
+    of its own, the last formula in `$...$`, or the only number of the last sentence. It must be read as a whole: with
+    anything beside it, such as another number (`\\boxed{71 \\to 70}`), it is wrong, and so is one that cannot be read.
+    The order matters: the reference comes first.
 
     Raises:
       RuntimeError: the grading process does not start (is math-verify installed?).

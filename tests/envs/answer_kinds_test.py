@@ -52,7 +52,8 @@ def test_the_reference_decides_the_kind(gold: str, kind: str) -> None:
     (r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}", r"\begin{bmatrix}-1&0\\0&-1\end{bmatrix}"),
     (r"\begin{pmatrix} 1/2 & 0 \\ 0 & -1 \end{pmatrix}", r"\begin{pmatrix}0.5&0\\0&-1\end{pmatrix}"),
     (r"\begin{cases} x = 1 \\ y = 2 \end{cases}", "y=2, x=1"),
-    (r"\begin{cases} x^2 & x > 0 \\ 0 & \text{otherwise} \end{cases}", r"\begin{cases} x^2 & \text{ } x>0 \\ 0 & \text{otherwise}\end{cases}"),
+    (r"\begin{cases} x^2 & x > 0 \\ 0 & \text{otherwise} \end{cases}",
+     r"\begin{cases} x^2 & \text{ } x>0 \\ 0 & \text{otherwise}\end{cases}"),
     ("xyz", "xzy"), ("2abc", "2bac"), (r"\frac{abc}{2}", "abc/2"), (r"\triangle ABC", r"\triangle ABC"),
     ("sqrt(2)", r"\sqrt{2}"), ("pi/4", r"\frac{\pi}{4}"), ("2*pi", r"2\pi"), ("ln(2)", r"\ln 2"), ("+3", "3"),
     ("1e-07", "10^{-7}"), ("1e+21", "10^{21}"), ("Yes", r"\text{Yes}"), ("Yes", "yes"), ("even", r"\text{even}"),
@@ -110,6 +111,7 @@ def test_the_reference_decides_the_kind(gold: str, kind: str) -> None:
     (r"2, 3 \text{ and } 5", "5,3,2"), (r"70^{\circ}", "70 degrees"), ("50", r"50\%"), (r"120^\circ", "120°"),
     (r"\overline{AB}", r"\overline{AB}"), (r"\text{A, C}", "A, C"), ("A, C", r"\text{C, A}"),
     (r"\text{parallel}", "parallel"), ("k = 2, 3", "k=2,3"), ("2, 3", "k = 2, 3"),
+    ("70", "x + 2y = 70"), ("7", r"\frac{x}{y} = 7"), ("7", r"\frac{dy}{dx} = 7"),
   ],
 )  # fmt: skip
 def test_right_answers(gold: str, answer: str) -> None:
@@ -146,6 +148,9 @@ def test_right_answers(gold: str, answer: str) -> None:
     ("1234567", "1234567.4"), ("10^{-7}", "10^{-8}"), ("1.0000001", "1.0000002"),
     (r"\text{No such } n \text{ exists}", "n"), ("a = 1, b = 2", "a=2, b=1"), ("a = 1, b = 2", "1, 2"),
     ("k = 2", "3"),
+    ("70", r"x = 71 \quad x = 70"), ("70", r"71 \quad x = 70"), ("x = 70", r"x = 71 \quad x = 70"),
+    (r"\frac{1}{3}", r"\frac{1}{2} \; x = \frac{1}{3}"), (r"2\pi", r"\pi \; x = 2\pi"), ("70", "(71) x = 70"),
+    ("70", r"\sqrt{71} x = 70"), ("70", r"x = 71 \cdot y = 70"),
   ],
 )  # fmt: skip
 def test_wrong_answers(gold: str, answer: str) -> None:
@@ -189,7 +194,8 @@ def test_every_reference_is_right_for_itself() -> None:
 
 
 SEPARATORS = (
-  r"\\", "~", r"\dots", r"\mapsto", r"\leftrightarrow", r"\therefore", r"\textsf{ or }", "→", r"\xrightarrow{}", r"\;\;",
+  r"\\", "~", r"\dots", r"\mapsto", r"\leftrightarrow", r"\therefore", r"\textsf{ or }", "→", r"\;\;",
+  r"\xrightarrow{}",
   r"\circ", r"\star", "≈", "≠", "∨", "，", "|", "!", "'", '"', "`", "@", "#", r"\&", "&", r"\%", r"\_", r"\tag{x}",
   r"\lt", r"\bmod", r"\equiv", r"\approx", r"\in", r"\to", "=", "<", ",", ";", ":", "and", "vs", "x", "{}", "()", "\n",
   r"^\circ", "°", r"\text{ or }", r"\cup", r"\pm", "/", "*", "+", r"\cdot", "", "\u200b", "或", "①",
@@ -202,6 +208,7 @@ SEPARATORS = (
   [
     ("71", "70", "69"), ("69", "70", "71"), ("1/2", "1/3", "1/5"), ("0.71", "0.70", "0.69"), ("Yes", "No", "Maybe"),
     ("(1,2)", "(2,1)", "(3,1)"), ("x+1", "x+2", "x+3"), (r"\{1,2\}", r"\{2,3\}", r"\{5\}"), ("10%", "20%", "30%"),
+    ("x=1", "x=2", "x=3"),
   ],
 )  # fmt: skip
 def test_candidates_in_a_row_are_no_answer(candidates: tuple[str, ...]) -> None:

@@ -150,6 +150,8 @@ def test_the_last_box_counts(grader: MathGrader, gold: str, answer: str, equal: 
     ("70", "\\boxed{71} \\to \\boxed{70}", False),
     ("70", "\\boxed{70}. Again: \\boxed{70}", True),
     ("70", "\\boxed{70} \\boxed{70}", True),
+    ("70", "\\boxed{70} 71}", False),
+    ("70", "{so} \\boxed{70}\n}", True),
   ],
 )
 def test_the_answer_of_a_text(grader: MathGrader, gold: str, answer: str, equal: bool) -> None:
