@@ -390,7 +390,7 @@ class _Writer:
       self._factor = closes
     elif token.text == "^" and self._factor:
       self._put(f"^{{{to_latex(self._argument().items)}}}")
-    elif token.text == "!" and self._factor:
+    elif token.text == "!" and self._factor and not self._next_is("!"):  # n!! is no factorial of n!.
       self._put("!")
     elif token.text in "+-" or (token.text in _SIGNS and self._factor):
       self._out.append(_SIGNS[token.text])

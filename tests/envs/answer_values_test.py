@@ -27,8 +27,9 @@ def test_written_with_one_meaning(text: str, latex: str) -> None:
 
 @pytest.mark.parametrize(
   "text",
-  ["71 70", "71(2) 70", "|71|70", "x 3", "2 +", "* 2", "f(x)", r"\frac{dy}{dx}", "1, 2", "x = 1", "2 cm", "|x", "x'"],
-)
+  ["71 70", "71(2) 70", "|71|70", "5!!", "x 3", "2 +", "* 2",
+   "f(x)", r"\frac{dy}{dx}", "1, 2", "x = 1", "2 cm", "|x", "x'"],
+)  # fmt: skip
 def test_what_is_no_expression(text: str) -> None:
   with pytest.raises(UnreadableError):
     to_latex(tokens(text))
