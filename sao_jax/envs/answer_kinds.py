@@ -13,7 +13,8 @@ r"""Kinds of answers: the reference decides which one is asked for, and an answe
 | matrix   | `\begin{pmatrix}`                   | the same entries                                              |
 | ratio    | `3 : 4`                             | the same ratio                                                |
 | based    | `4210_5`                            | the same digits with the same base                            |
-| value    | `12`, `\frac{\pi}{2}`, `2x + 1`     | the same value; units may be left out, but must not differ    |
+| number   | `12`, `\frac{\pi}{2}`               | the same value; units may be left out, but must not differ    |
+| expression | `2x + 1`                          | an equal expression in the same letters                       |
 | other    | what is left                        | the same tokens                                               |
 
 A name may stand before an answer of every kind: `x = 5`, `P(X = 3) = \frac{1}{8}`. A percent sign is a unit: 50% is
