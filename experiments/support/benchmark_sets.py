@@ -55,6 +55,7 @@ def make_domain(
   tool: bool,
   num_tasks: int = 100,
   settings: Mapping[str, Any] | None = None,
+  on_unreadable: problem_file.OnUnreadable = "error",
 ) -> Domain:
   """The benchmark's problems as held-out tasks, in the checkpoint's chat template.
 
@@ -66,9 +67,11 @@ def make_domain(
     tool: whether Python is on offer.
     num_tasks: problems of a reasoning-gym set.
     settings: a reasoning-gym set's own.
+    on_unreadable: what to do about an answer in the file that cannot be graded; see `chat.math`.
 
   Raises:
-    ValueError: unknown name, a missing or superfluous `data`, or a file without the published fields.
+    ValueError: unknown name, a missing or superfluous `data`, a file without the published fields, or with an answer
+      that cannot be graded.
   """
   default_runs(benchmark)
   if benchmark.startswith(REASONING_GYM):
@@ -83,7 +86,7 @@ def make_domain(
   question, answer = published_fields(benchmark, data)
   return chat.math(
     checkpoint=checkpoint, train=data, held_out=data, question_field=question, answer_field=answer, tool=tool,
-    max_turns=max_turns,
+    max_turns=max_turns, on_unreadable=on_unreadable,
   )  # fmt: skip
 
 

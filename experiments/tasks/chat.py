@@ -101,9 +101,10 @@ def math(
   tool: bool = True,
   packages: Sequence[str] = (),
   max_turns: int = 50,
+  on_unreadable: problem_file.OnUnreadable = "error",
   template: Mapping[str, Any] | None = None,
 ) -> Domain:
-  """Mathematics with or without Python, graded by math-verify: reward 1 for the right value, else 0.
+  """Mathematics with or without Python, graded by `MathGrader`: reward 1 for the right answer, else 0.
 
   Args:
     checkpoint: whose tokenizer and template are used.
@@ -116,15 +117,25 @@ def math(
     tool: whether Python is on offer.
     packages: installed packages that it may import, such as numpy and sympy; the model is told.
     max_turns: actions per episode.
+    on_unreadable: "error" to refuse a file with an answer that the grader cannot read, "drop" to leave its problem out.
     template: switches of the chat template.
 
   Raises:
-    ValueError: a file without problems, or a line without the fields or with an empty or not finite answer.
+    ValueError: a file without problems, a line without the fields or with an empty or not finite answer, or an answer
+      that cannot be read.
     ImportError: a package that is not installed.
   """
-  read = {path: problem_file.read(path, question_field, answer_field) for path in dict.fromkeys((train, held_out))}
-  problems = {"train": read[train], "eval": read[held_out]}
   grader = MathGrader()
+
+  def read(path: str) -> list[tuple[str, str]]:
+    return problem_file.gradable(path, problem_file.read(path, question_field, answer_field), grader, on_unreadable)
+
+  try:
+    files = {path: read(path) for path in dict.fromkeys((train, held_out))}
+  except ValueError:
+    grader.close()
+    raise
+  problems = {"train": files[train], "eval": files[held_out]}
 
   def questions(split: Split) -> Callable[[int], Question]:
     def question(task_index: int) -> Question:

@@ -6,9 +6,14 @@ import json
 import math
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from absl import logging
+
+from sao_jax.envs.grading.math_grading import MathGrader
+
+OnUnreadable: TypeAlias = Literal["error", "drop"]
+_MAX_NAMED = 20
 
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
@@ -63,6 +68,36 @@ def read(path: str, question_field: str, answer_field: str) -> list[tuple[str, s
     message = "%s: %d of %d problems are there before (line %d is the problem of line %d, for one); each line counts."
     logging.warning(message, path, len(again), len(problems), again[0][1], again[0][0])
   return problems
+
+
+def gradable(
+  path: str, problems: list[tuple[str, str]], grader: MathGrader, on_unreadable: OnUnreadable
+) -> list[tuple[str, str]]:
+  """The problems whose answers the grader finds equal to themselves; no answer to the others could ever be right.
+
+  Args:
+    path: the file, for messages.
+    problems: problems and their answers.
+    grader: what will grade the answers.
+    on_unreadable: "error" to refuse a file with other problems, "drop" to leave these out with a warning.
+
+  Raises:
+    ValueError: another setting, an unreadable answer with "error", or no readable answer.
+  """
+  if on_unreadable not in get_args(OnUnreadable):
+    raise ValueError(f"on_unreadable must be one of {', '.join(get_args(OnUnreadable))}; received {on_unreadable!r}.")
+  unreadable = frozenset(grader.unreadable(answer for _, answer in problems))
+  left = [(question, answer) for question, answer in problems if answer not in unreadable]
+  num_bad = len(problems) - len(left)
+  if not num_bad:
+    return problems
+  named = ", ".join(repr(answer[:60]) for answer in sorted(unreadable)[:_MAX_NAMED])
+  named += f" and {len(unreadable) - _MAX_NAMED} others" if len(unreadable) > _MAX_NAMED else ""
+  message = f"{path}: {num_bad} of {len(problems)} problems have an answer that cannot be graded: {named}."
+  if on_unreadable == "error" or not left:
+    raise ValueError(f"{message} Correct them, or set on_unreadable='drop' to leave these problems out.")
+  logging.warning("%s They are left out.", message)
+  return left
 
 
 def _is_problem(question: Any, answer: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from absl import logging
@@ -119,6 +120,28 @@ def test_bad_problem_files(checkpoint, tmp_path, rows, message):
   path = write(tmp_path / "x.jsonl", *rows)
   with pytest.raises(ValueError, match=message):
     chat.math(checkpoint=checkpoint, train=path, held_out=path)
+
+
+def test_answers_that_cannot_be_graded_are_named(checkpoint, tmp_path, monkeypatch):
+  pytest.importorskip("math_verify")
+  told = []
+  monkeypatch.setattr(logging, "warning", lambda message, *values: told.append(message % values))
+  answers = ["1", "\\frac{1}{", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "no solutions", "3 \\%", "?"]
+  rows = [{"problem": str(i), "answer": answer} for i, answer in enumerate(answers)]
+  path, hopeless = write(tmp_path / "x.jsonl", *rows), write(tmp_path / "y.jsonl", rows[1])
+  message = "2 of 6 problems have an answer that cannot be graded: '?', '\\\\frac{1}{'."
+  with pytest.raises(ValueError, match=re.escape(message)):
+    chat.math(checkpoint=checkpoint, train=path, held_out=path, tool=False)
+  domain = chat.math(checkpoint=checkpoint, train=path, held_out=path, tool=False, on_unreadable="drop")
+  assert domain.num_train_tasks == domain.num_eval_tasks == 4
+  assert told == [f"{path}: {message} They are left out."]
+  env = domain.make_env("eval")
+  assert "2\nPut" in env.reset(1) and env.step(f"\\boxed{{{answers[2]}}}<end>").reward == 1.0
+  domain.close()
+  with pytest.raises(ValueError, match="1 of 1 problems"):
+    chat.math(checkpoint=checkpoint, train=hopeless, held_out=path, on_unreadable="drop")
+  with pytest.raises(ValueError, match="on_unreadable must be one of error, drop; received 'skip'"):
+    chat.math(checkpoint=checkpoint, train=path, held_out=path, on_unreadable="skip")
 
 
 def test_problem_files_as_others_write_them(tmp_path):

@@ -135,6 +135,41 @@ def test_the_last_box_counts(grader: MathGrader, gold: str, answer: str, equal: 
 
 
 @pytest.mark.parametrize(
+  ("gold", "answer", "equal"),
+  [
+    ("12", "The answer is 12 apples.", True),
+    ("12", "Adding them gives 12.", True),
+    ("12", "It is not 12.", False),
+    ("12", "It is 11 or 12.", False),
+    ("71", "71\n70", False),
+    ("70", "$71$ 70 $69$", False),
+    ("69", "$71 \\to 69$", False),
+    ("5", "5i", False),
+    ("2", "It is 2√x", False),
+    ("Evelyn", "The answer is Evelyn.", True),
+    ("all p = 1 mod 4", "The answer is 4.", False),
+    ("70", "\\boxed{71} \\to \\boxed{70}", False),
+    ("70", "\\boxed{70}. Again: \\boxed{70}", True),
+    ("70", "\\boxed{70} \\boxed{70}", True),
+    ("70", "\\boxed{70} 71}", False),
+    ("70", "{so} \\boxed{70}\n}", True),
+  ],
+)
+def test_the_answer_of_a_text(grader: MathGrader, gold: str, answer: str, equal: bool) -> None:
+  assert grader.is_equal(gold, answer) == equal
+
+
+def test_references_that_are_not_right_for_themselves(grader: MathGrader) -> None:
+  golds = ["12", "\\frac{1}{", "$\\pi$", "No", "\\boxed{3}", "{", "\\frac{1}{", "", "?"]
+  assert grader.unreadable(golds) == ["\\frac{1}{", "{", "", "?"]
+
+
+def test_plain_references_need_no_process() -> None:
+  with MathGrader() as idle:
+    assert idle.unreadable(str(i) for i in range(10_000)) == [] and idle._process is None
+
+
+@pytest.mark.parametrize(
   "content",
   [
     "70, 71", "71 \\text{ or } 70", "71; 70", "\\{70, 71\\}", "71 \\to 70", "71 = 70", "x = 71 = 70", "71. 70",

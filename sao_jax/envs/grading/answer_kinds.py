@@ -1,0 +1,446 @@
+r"""Kinds of answers: the reference decides which one is asked for, and an answer of another kind is wrong.
+
+| kind     | reference                           | right                                                         |
+|----------|-------------------------------------|---------------------------------------------------------------|
+| words    | `\text{Evelyn}`, `x + c for any c`  | the same tokens; case and spacing of words do not count       |
+| quantity | `3 hours 20 minutes`                | the same numbers of the same units                            |
+| rows     | `\begin{cases}`, `\begin{align}`    | the same rows, as a list                                      |
+| list     | `1, 2`, `1 and 2`, `\pm 3`          | the same elements in any order; with dots in the same order   |
+| relation | `y = 2x + 3`, `x \le 2`             | an equivalent one; of `x = 5` also 5, of `x \le 2` the interval |
+| union    | `(-\infty, 1) \cup (2, 3)`          | the same parts in any order                                   |
+| set      | `\{1, 2\}`                          | the same elements in any order                                |
+| bracket  | `(3, \frac{\pi}{2})`, `[1, 2)`      | the same brackets with the same entries, in order             |
+| matrix   | `\begin{pmatrix}`                   | the same entries                                              |
+| ratio    | `3 : 4`                             | the same ratio                                                |
+| based    | `4210_5`                            | the same digits with the same base                            |
+| number   | `12`, `\frac{\pi}{2}`               | the same value; units may be left out, but must not differ    |
+| expression | `2x + 1`                          | an equal expression in the same letters                       |
+| other    | what is left                        | the same tokens                                               |
+
+A name may stand before an answer of every kind: `x = 5`, `P(X = 3) = \frac{1}{8}`. A percent sign is a unit: 50% is
+right where 50 or 50% is asked for; 1/2 is wrong for 50%, and 50% for 1/2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from sao_jax.envs.grading import answer_values
+from sao_jax.envs.grading.answer_parts import (
+  MATRICES,
+  RELATIONS,
+  UNITS,
+  Nodes,
+  all_nodes,
+  cells,
+  has,
+  is_group,
+  is_name,
+  is_op,
+  measure,
+  quantities,
+  rows,
+  same_unit,
+  sides,
+  split,
+  starts_with_letter,
+  words,
+)
+from sao_jax.envs.grading.answer_tokens import Group, Token, UnreadableError, literal, tokens
+
+Test: TypeAlias = Callable[[Nodes], bool]
+Comparison: TypeAlias = Callable[[Nodes, Nodes], bool]
+
+_FLIPPED: Mapping[str, str] = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """A kind of answer."""
+
+  name: str
+  fits: Test
+  """Whether a reference is of this kind; the first kind that fits is meant."""
+  same: Comparison
+  """Whether an answer is right for a reference of this kind."""
+
+
+def kind_of(gold: Nodes) -> Kind:
+  """The kind of a reference."""
+  return next(kind for kind in _kinds() if kind.fits(gold))
+
+
+def same_answer(gold: str, answer: str) -> bool:
+  """Whether an answer is right for a reference, neither with a box around it.
+
+  Raises:
+    UnreadableError: one of them cannot be read.
+  """
+  wanted, found = tokens(gold), tokens(answer)
+  if same(wanted, found):
+    return True
+  # 1,234 is a number by itself, and two where several are asked for.
+  several = kind_of(wanted).name in ("list", "set", "bracket", "union")
+  return several and same(tokens(gold, thousands=False), tokens(answer, thousands=False))
+
+
+def same(gold: Nodes, answer: Nodes) -> bool:
+  """Whether an answer is right for a reference."""
+  if literal(gold) == literal(answer):
+    return True
+  try:
+    return kind_of(gold).same(gold, answer)
+  except UnreadableError:
+    return False  # It is of another kind.
+
+
+def _kinds() -> tuple[Kind, ...]:
+  return (
+    Kind("words", _is_words, _same_words),
+    Kind("quantity", lambda gold: len(quantities(gold)) > 1, lambda a, b: quantities(a) == quantities(b)),
+    Kind("rows", lambda gold: rows(gold) is not None, _same_rows),
+    Kind("list", lambda gold: len(_elements(gold)) > 1, _same_list),
+    Kind("relation", lambda gold: has(gold, RELATIONS), _same_relation),
+    Kind("union", lambda gold: has(gold, frozenset("∪")), _named(_same_union)),
+    Kind("set", lambda gold: is_group(gold, (r"\{",)), _named(_same_set)),
+    Kind("bracket", _is_bracket, _named(_same_bracket)),
+    Kind("matrix", lambda gold: is_group(gold, tuple(MATRICES)), _named(_same_matrix)),
+    Kind("ratio", lambda gold: has(gold, frozenset(":")), _named(_same_ratio)),
+    Kind("based", _is_based, _named(lambda a, b: _is_based(b) and literal(a) == literal(b))),
+    Kind("number", lambda gold: _is_value(gold, number=True), _same_number),
+    Kind("expression", lambda gold: _is_value(gold, number=False), _named(_same_measure)),
+    Kind("other", lambda gold: True, _same_words),
+  )
+
+
+def _is_words(gold: Nodes) -> bool:
+  """Whether words say something that no unit does."""
+  if not words(gold) or len(quantities(gold)) > 1:
+    return False
+  if rows(gold) is not None or any(isinstance(x, Group) and x.open in MATRICES for x in gold):
+    return False
+  for part in split(gold, lambda node: node.kind == "sep" or is_op(node, RELATIONS))[0]:
+    try:
+      value, unit = measure(part)
+    except UnreadableError:
+      return True
+    known = all(x in UNITS or not x.isalpha() for x in unit)
+    if words(value) and not (is_name(part) and has(gold, frozenset("="))):
+      return True
+    if not known and answer_values.plain_value(value) is None and not words(value):
+      return True
+  return False
+
+
+def _same_words(gold: Nodes, answer: Nodes) -> bool:
+  return _folded(gold) == _folded(answer)
+
+
+def _folded(nodes: Nodes) -> tuple[str, ...]:
+  """The tokens with words in lower case; of a choice like (C) the letter."""
+  if is_group(nodes, ("(",)) and isinstance(nodes[0], Group) and len(nodes[0].items) == 1:
+    nodes = nodes[0].items
+  return tuple(text.lower() if len(text) > 1 or words(nodes) else text for text in literal(nodes))
+
+
+def _is_value(gold: Nodes, *, number: bool) -> bool:
+  try:
+    return answer_values.is_number(measure(gold)[0]) == number
+  except UnreadableError:
+    return False
+
+
+def _same_measure(gold: Nodes, answer: Nodes) -> bool:
+  """Whether values and units agree."""
+  (wanted, unit), (found, other) = measure(gold), measure(answer)
+  return same_unit(unit, other) and answer_values.same_value(wanted, found)
+
+
+def _same_number(gold: Nodes, answer: Nodes) -> bool:
+  """Whether every side of an equation is the number or has none; of an approximation, whether its first side is."""
+  parts, signs = sides(answer)
+  if "≡" in signs:
+    return _same_residue(gold, parts, signs)
+  if not set(signs) <= {"=", "≈"}:
+    return False
+  found = False
+  exact: Nodes | None = None
+  for sign, part in zip(("=", *signs), parts, strict=True):
+    if sign == "≈" and exact is not None:
+      if not _rounds(exact, part):
+        return False
+    elif _is_value(part, number=True):
+      if not _same_measure(gold, part):
+        return False
+      exact = part
+      found = found or not answer_values.is_choice(part)
+    elif not (is_name(part) or (part is parts[0] and _is_term(part))):
+      return False
+  return found
+
+
+def _is_term(part: Nodes) -> bool:
+  """Whether it is an expression with letters whose value an equation may state: `m + n = 70`."""
+  return starts_with_letter(part) and _is_value(part, number=False)
+
+
+def _rounds(exact: Nodes, rounded: Nodes) -> bool:
+  """Whether a decimal approximates a number to its last place, and is no second candidate of as many places."""
+  exact, rounded = measure(exact)[0], measure(rounded)[0]
+  value = answer_values.plain_value(rounded)
+  if value is None or not answer_values.is_decimal(rounded):
+    return False
+  places = answer_values.num_places(rounded)
+  if answer_values.is_decimal(exact) and answer_values.num_places(exact) == places:
+    return False
+  return answer_values.is_near(exact, rounded, places)
+
+
+def _same_residue(gold: Nodes, parts: list[Nodes], signs: list[str]) -> bool:
+  """Whether a congruence holds, if both of its sides are numbers, and its right side is the residue asked for."""
+  if len(parts) != 2:
+    return False
+  row = parts[1]
+  if isinstance(row[-1], Group) and row[-1].open == "(":
+    row = (*row[:-1], *row[-1].items)
+  residue, mod = split(row, lambda node: is_op(node, frozenset(("mod",))))
+  if len(mod) != 1:
+    return False
+  value, modulus = (answer_values.plain_value(_unwrapped(x)) for x in residue)
+  if value is None or modulus is None or not 0 <= value < modulus or modulus.denominator != 1:
+    return False
+  left = parts[0]
+  if _is_value(left, number=True):
+    remainder = (Group("(", ")", left), Token("op", "mod"), Token("num", str(modulus), modulus))
+    if not answer_values.same_value(residue[0], remainder):
+      return False
+  elif not (is_name(left) or _is_term(left)):
+    return False
+  return _same_measure(gold, residue[0])
+
+
+def _unwrapped(nodes: Nodes) -> Nodes:
+  return nodes[0].items if is_group(nodes, ("{", "(")) and isinstance(nodes[0], Group) else nodes
+
+
+def _named(compare: Comparison) -> Comparison:
+  """The comparison with every side of an equation that is no name; there must be one, and all must be right."""
+
+  def compare_sides(gold: Nodes, answer: Nodes) -> bool:
+    parts, signs = sides(answer)
+    if not set(signs) <= {"=", "∈"}:
+      return _same_interval(gold, answer)
+    rest = [part for part in parts[:-1] if not is_name(part)] + parts[-1:]
+    return all(compare(gold, part) for part in rest)
+
+  return compare_sides
+
+
+def _is_based(gold: Nodes) -> bool:
+  match gold:
+    case (Token("num"), Token("op", "_"), Group("{", _, (Token("num"),))):
+      return True
+  return False
+
+
+def _same_ratio(gold: Nodes, answer: Nodes) -> bool:
+  wanted, found = (split(x, lambda node: is_op(node, frozenset(":")))[0] for x in (gold, answer))
+  if len(wanted) != len(found) or len(wanted) < 2:
+    return False
+  if all(map(same, wanted, found)):
+    return True
+  a, b = ([answer_values.plain_value(x) for x in parts] for parts in (wanted, found))
+  if None in a or None in b or not all(a) or not all(b):
+    return False
+  return len({x / y for x, y in zip(a, b, strict=True) if x is not None and y is not None}) == 1
+
+
+def _elements(nodes: Nodes) -> list[Nodes]:
+  """The elements of a list; an element with ± is two."""
+  parts, separators = split(nodes, lambda node: node.kind == "sep")
+  if len(parts) > 2 and separators[-1] in ("and", "or") and not parts[-2]:
+    parts = [*parts[:-2], parts[-1]]  # "1, 2, and 3"
+  if not all(parts):
+    raise UnreadableError("a separator must stand between two elements.")
+  return [x for part in parts for x in _signs(part)]
+
+
+def _signs(part: Nodes) -> list[Nodes]:
+  if not any(is_op(node, frozenset("±∓")) for node in all_nodes(part)):
+    return [part]
+  return [_replaced(part, {"±": "+", "∓": "-"}), _replaced(part, {"±": "-", "∓": "+"})]
+
+
+def _replaced(nodes: Nodes, signs: Mapping[str, str]) -> Nodes:
+  return tuple(
+    Group(node.open, node.close, _replaced(node.items, signs)) if isinstance(node, Group)
+    else Token("op", signs[node.text]) if is_op(node, frozenset(signs)) else node
+    for node in nodes
+  )  # fmt: skip
+
+
+def _same_list(gold: Nodes, answer: Nodes) -> bool:
+  intervals = _same_interval(gold, answer)
+  if intervals:
+    return True
+  answer = _after_name(answer)
+  found = nodes_of_set(answer)
+  return _same_elements(_elements(gold), _elements(answer if found is None else found))
+
+
+def _same_set(gold: Nodes, answer: Nodes) -> bool:
+  wanted, found = nodes_of_set(gold), nodes_of_set(answer)
+  assert wanted is not None
+  found = answer if found is None and any(isinstance(x, Token) and x.kind == "sep" for x in answer) else found
+  if found is None or not wanted or not found:
+    return False
+  return _same_elements(_elements(wanted), _elements(found))
+
+
+def nodes_of_set(nodes: Nodes) -> Nodes | None:
+  return nodes[0].items if is_group(nodes, (r"\{",)) and isinstance(nodes[0], Group) else None
+
+
+def _after_name(nodes: Nodes) -> Nodes:
+  """What `x =` or `x ∈` stands before."""
+  parts, signs = sides(nodes) if has(nodes, RELATIONS) and nodes_of_set(nodes[-1:]) is not None else ([nodes], [])
+  return parts[1] if len(parts) == 2 and signs[0] in ("=", "∈") and is_name(parts[0]) else nodes
+
+
+def _same_elements(wanted: list[Nodes], found: list[Nodes]) -> bool:
+  """Whether the elements are the same: in order if there are dots among them, else in any order."""
+  if len(wanted) != len(found) or len(wanted) > 100:
+    return False
+  dots = Token("dots", "...")
+  if any(dots in part for part in (*wanted, *found)):
+    return all(a == b if dots in a or dots in b else same(a, b) for a, b in zip(wanted, found, strict=True))
+  named = {literal(sides(part)[0][0]) for part in wanted if has(part, RELATIONS)}
+  if len(named) > 1 and not all(has(part, RELATIONS) for part in found):
+    return False  # Which of the values is x, and which is y?
+  if not named:
+    names = {literal(part[: part.index(Token("op", "="))]) for part in found if Token("op", "=") in part}
+    if len({name[:1] for name in names}) > 1:
+      return False  # x = 1, y = 2 is no list of values of x.
+  rest = list(found)
+  for part in wanted:
+    equal = [x for x in rest if literal(x) == literal(part)]
+    match = equal[0] if equal else next((x for x in rest if same(part, x)), None)
+    if match is None:
+      return False
+    rest.remove(match)
+  return True
+
+
+def _is_bracket(gold: Nodes) -> bool:
+  if not is_group(gold, ("(", "[", r"\langle")) or not isinstance(gold[0], Group):
+    return False
+  return any(isinstance(node, Token) and node.kind == "sep" for node in gold[0].items)
+
+
+def _same_bracket(gold: Nodes, answer: Nodes) -> bool:
+  wanted = gold[0]
+  found = answer[0]
+  if len(answer) != 1 or not isinstance(wanted, Group) or not isinstance(found, Group):
+    return False
+  if _ends(wanted) != _ends(found):
+    return False
+  a, b = _elements(wanted.items), _elements(found.items)
+  return len(a) == len(b) and all(map(same, a, b))
+
+
+def _ends(group: Group) -> str:
+  return (group.open + group.close).replace(r"\langle", "(").replace(r"\rangle", ")")
+
+
+def _same_union(gold: Nodes, answer: Nodes) -> bool:
+  wanted, found = (split(x, lambda node: is_op(node, frozenset("∪")))[0] for x in (gold, answer))
+  return all(wanted) and all(found) and _same_elements(wanted, found)
+
+
+def _same_matrix(gold: Nodes, answer: Nodes) -> bool:
+  wanted, found = gold[0], answer[0]
+  if not isinstance(wanted, Group) or not is_group(answer, tuple(MATRICES)) or not isinstance(found, Group):
+    return False
+  a, b = cells(wanted), cells(found)
+  if [len(row) for row in a] != [len(row) for row in b] or (wanted.open == "cases") != (found.open == "cases"):
+    return False
+  return all(same(x, y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
+
+
+def _same_rows(gold: Nodes, answer: Nodes) -> bool:
+  wanted, found = rows(gold), rows(answer)
+  return wanted is not None and same(wanted, answer if found is None else found)
+
+
+def _same_relation(gold: Nodes, answer: Nodes) -> bool:
+  parts, signs = sides(gold)
+  if _same_interval(gold, answer):
+    return True
+  given, given_signs = sides(answer)
+  if len(parts) == 2 and signs[0] in ("=", "∈") and _names_one(parts[0]):
+    if not given_signs:
+      return same(parts[1], answer)
+    if given_signs[0] in ("=", "∈") and literal(given[0]) == literal(parts[0]):
+      return same(parts[1], answer[len(given[0]) + 1 :])
+  if given_signs != signs:
+    given, given_signs = given[::-1], [_FLIPPED.get(sign, "") for sign in reversed(given_signs)]
+  if given_signs != signs or not set(signs) <= set(_FLIPPED):
+    return False
+  pairs = zip(parts, parts[1:], given, given[1:], signs, strict=False)
+  return all(answer_values.same_relation((a, b), (c, d), ordered=sign not in "!=") for a, b, c, d, sign in pairs)
+
+
+def _names_one(nodes: Nodes) -> bool:
+  """Whether it names one quantity, not a product of two."""
+  return is_name(nodes) and sum(isinstance(node, Token) and node.kind in ("letter", "cmd") for node in nodes) <= 1
+
+
+def _same_interval(gold: Nodes, answer: Nodes) -> bool:
+  """Whether one is an inequality in one letter and the other the interval, or union of intervals, of its solutions."""
+  wanted, found = (_inequality(x) or _intervals(x) for x in (gold, answer))
+  if not wanted or not found or (_inequality(gold) is None) == (_inequality(answer) is None):
+    return False
+  return _same_elements([(x,) for x in wanted], [(x,) for x in found])
+
+
+def _intervals(nodes: Nodes) -> list[Group] | None:
+  parts, signs = sides(nodes)
+  if signs == ["∈"] and is_name(parts[0]):
+    nodes = parts[1]
+  found = [part[0] for part in split(nodes, lambda node: is_op(node, frozenset("∪")))[0] if _is_bracket(part)]
+  groups = [node for node in found if isinstance(node, Group) and len(_elements(node.items)) == 2]
+  whole = len(groups) == 1 + sum(is_op(node, frozenset("∪")) for node in nodes)
+  is_point = len(groups) == 1 and _ends(groups[0]) == "()" and r"\infty" not in literal(nodes) and not signs
+  return groups if whole and not is_point else None
+
+
+def _inequality(nodes: Nodes) -> list[Group] | None:
+  """The intervals of `1 < x \\le 2`, or of several joined by "or"."""
+  parts, separators = split(nodes, lambda node: node.kind == "sep")
+  if not set(separators) <= {"or"}:
+    return None
+  found = [_one_interval(part) for part in parts]
+  letters = {letter for letter, _ in filter(None, found)}
+  return [interval for _, interval in filter(None, found)] if None not in found and len(letters) == 1 else None
+
+
+def _one_interval(nodes: Nodes) -> tuple[str, Group] | None:
+  parts, signs = split(nodes, lambda node: is_op(node, RELATIONS))
+  if signs and set(signs) <= {">", ">="}:
+    parts, signs = parts[::-1], [_FLIPPED[sign] for sign in reversed(signs)]
+  if not signs or not set(signs) <= {"<", "<="} or not all(parts):
+    return None
+  infinity: Nodes = (Token("cmd", r"\infty"),)
+  names = [isinstance(part[0], Token) and part[0].kind == "letter" and len(part) == 1 for part in parts]
+  match names:
+    case [True, False]:  # x < b
+      parts, signs = [(Token("op", "-"), *infinity), *parts], ["<", *signs]
+    case [False, True]:  # a < x
+      parts, signs = [*parts, infinity], [*signs, "<"]
+    case [False, True, False]:
+      pass
+    case _:
+      return None
+  opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
+  return literal(parts[1])[0], Group(opening, closing, (*parts[0], Token("sep", ","), *parts[2]))
