@@ -13,7 +13,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Mapping
 
-from sao_jax.envs import _plain_values
+from sao_jax.envs.coding import _plain_values
 from sao_jax.envs.sandbox import PythonSession, PythonTool
 
 _PASSED = b"passed"

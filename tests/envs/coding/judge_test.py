@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sao_jax.envs import _plain_values
-from sao_jax.envs.coding import judge
+from sao_jax.envs.coding import _plain_values, judge
 from sao_jax.envs.sandbox import PythonTool, PythonToolConfig
 
 TESTS = """
