@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from sao_jax.envs._evaluated_answers import may_be_scored, read_literals
+from sao_jax.envs.adapters._evaluated_answers import may_be_scored, read_literals
 
 _COIN_FLIP_TOLERANCE = 1e-4
 """Up to here the package takes a probability for right."""

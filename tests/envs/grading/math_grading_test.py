@@ -166,7 +166,7 @@ def test_references_that_are_not_right_for_themselves(grader: MathGrader) -> Non
 
 def test_plain_references_need_no_process() -> None:
   with MathGrader() as idle:
-    assert idle.unreadable(str(i) for i in range(10_000)) == [] and idle._process is None
+    assert idle.unreadable(str(i) for i in range(10_000)) == [] and idle._workers._num_workers == 0
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import time
 import pytest
 from reasoning_gym.factory import DATASETS
 
+from sao_jax.envs.adapters import _evaluated_answers
 from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
-from sao_jax.envs.coding import _evaluated_answers
 
 EVALUATING = _evaluated_answers.LITERAL_TASKS | set(_evaluated_answers.FORMS) - {"complex_arithmetic"}
 
