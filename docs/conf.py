@@ -50,6 +50,7 @@ autosummary_context = {"exports": api_reference.exports_by_package()}
 autodoc_default_options = {"member-order": "bysource"}
 autodoc_inherit_docstrings = False
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {"ArrayLike": "ArrayLike", **api_reference.type_aliases()}
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True

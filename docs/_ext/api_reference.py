@@ -86,12 +86,29 @@ def _remove_old_pages(app: Sphinx) -> None:
       page.unlink()
 
 
-def _skip_imported(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-  """Leaves constants and type aliases to the page of the module that defines them."""
-  if what != "module":
-    return None
-  module = app.env.current_document.get("autodoc:module") or app.env.ref_context.get("py:module")
-  return True if module and defined(module).get(name) else None
+@functools.cache
+def type_aliases() -> dict[str, str]:
+  """The library's type aliases, to be shown by name; those of one name in two modules are left out."""
+  found: dict[str, str] = {}
+  ambiguous = set()
+  for path in sorted((ROOT / "sao_jax").rglob("*.py")):
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+      if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).endswith("TypeAlias"):
+        name = ast.unparse(node.target)
+        ambiguous |= {name} & set(found)
+        found[name] = f"{module}.{name}"
+  return {name: full for name, full in found.items() if name not in ambiguous and name[0] != "_"}
+
+
+def _choose_member(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+  """Leaves imported constants and aliases to the module that defines them, and Flax's fields to Flax."""
+  module = app.env.current_document.autodoc_module
+  if what == "module":
+    return True if defined(module).get(name) or (name not in defined(module) and not skip) else None
+  if name == "__call__" and getattr(obj, "__doc__", None):
+    return False
+  return True if module.startswith("sao_jax.models") and name in ("name", "parent", "scope") else None
 
 
 def _resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Element | None:
@@ -115,6 +132,6 @@ def _resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: n
 
 def setup(app: Sphinx) -> dict[str, bool]:
   app.connect("builder-inited", _remove_old_pages, priority=100)
-  app.connect("autodoc-skip-member", _skip_imported)
+  app.connect("autodoc-skip-member", _choose_member)
   app.connect("missing-reference", _resolve)
   return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -16,9 +16,11 @@ from typing import Any
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
-_NAPOLEON = Config(napoleon_use_rtype=False)
+_NAPOLEON = Config(napoleon_use_rtype=False, strip_signature_backslash=True)  # `lambda_` is a name
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _FIELD = re.compile(r"(?P<name>\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}[A-Za-z_][\w.]*)*): (?P<text>.*)", re.DOTALL)
+_RAISED = re.compile(r"(?<=[.;])\s(?=(?:\w+(?:Error|Interrupted|Failure)(?:, )?)+: )")
+_ALIAS = re.compile(r"TypeAliasForwardRef\('(?:\w+\.)*(\w+)'\)")
 _SPAN = re.compile(r"(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 _NAME = re.compile(r"~?[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
 _BULLET = re.compile(r"[-*] ")
@@ -94,12 +96,24 @@ def _section(title: str, lines: list[str]) -> Iterator[str]:
   if title in ("Returns:", "Yields:"):
     yield from (f"  {line}" if line else "" for line in _lines(body))
     return
-  for item in _items(body):
-    text = "\n".join([item[0], *textwrap.dedent("\n".join(item[1:])).split("\n")]).rstrip()
-    field = _FIELD.fullmatch(text)
-    first, *more = _lines((field["text"] if field else text).split("\n"))
+  for item in _fields(body, split=title == "Raises:"):
+    field = _FIELD.fullmatch(item)
+    first, *more = _lines((field["text"] if field else item).split("\n"))
     yield f"  {field['name']}: {first}" if field else f"  {first}"
     yield from (f"    {line}" if line else "" for line in more[:-1])
+
+
+def _fields(lines: list[str], *, split: bool) -> Iterator[str]:
+  """The items of a section. A line that names nothing continues the one before; `split`: a sentence may begin one."""
+  items: list[list[str]] = []
+  for item in _items(lines):
+    if items and not _FIELD.match(item[0]):
+      items[-1] += item
+    else:
+      items.append(item)
+  for item in items:
+    text = "\n".join([item[0], *textwrap.dedent("\n".join(item[1:])).split("\n")]).rstrip()
+    yield from _RAISED.split(text) if split else [text]
 
 
 def _inline(text: str) -> str:
@@ -132,6 +146,20 @@ def _process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
   lines[:] = [*converted.lines(), ""]
 
 
+def _process_signature(
+  app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str, str | None] | None:
+  """Removes what says nothing: the arguments of protocols, Flax's own, and the addresses of defaults."""
+  if signature is None:
+    return None
+  if signature == "(*args, **kwargs)" and what == "class":
+    return "", returned
+  signature = re.sub(r"(, )?parent: .*name: .*\)$", ")", signature)
+  signature = re.sub(r"<(?:[^<>]|<[^<>]*>)*>", "...", signature)
+  return _ALIAS.sub(r"\1", signature), returned and _ALIAS.sub(r"\1", returned)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
   app.connect("autodoc-process-docstring", _process)
+  app.connect("autodoc-process-signature", _process_signature)
   return {"parallel_read_safe": True, "parallel_write_safe": True}
