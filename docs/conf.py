@@ -27,7 +27,7 @@ extensions = [
   "sphinx.ext.autosummary",
   "api_reference",
   "mathml",
-  "notebooks",
+  "outside_sources",
   "plain_docstrings",
 ]
 templates_path = ["_templates"]

@@ -12,14 +12,19 @@ from sphinx.util import logging
 from sphinx.writers.html5 import HTML5Translator
 
 _SIZE = re.compile(r"\\[bB]igg?[lmr]?(?![A-Za-z])")
-"""Commands for the size of a bracket, which docutils does not know; MathML's brackets grow by themselves."""
+"""Commands for the size of a bracket; MathML's brackets grow by themselves."""
 
 _log = logging.getLogger(__name__)
 
 
+def _prepare(equation: str) -> str:
+  """Replaces the commands that docutils does not know."""
+  return re.sub(r"\\dots(?![A-Za-z])", r"\\ldots", _SIZE.sub("", equation))
+
+
 def _mathml(node: nodes.Element, *, as_block: bool) -> str:
   try:
-    return tex2mathml(_SIZE.sub("", node.astext()), as_block=as_block)
+    return tex2mathml(_prepare(node.astext()), as_block=as_block)
   except MathError as error:
     _log.warning("This equation cannot be converted to MathML: %s", error, location=node)
     return ""
