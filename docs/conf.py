@@ -12,7 +12,7 @@ import sys
 DOCS = pathlib.Path(__file__).parent
 sys.path[:0] = [str(DOCS / "_ext"), str(DOCS.parent)]
 
-import api_reference  # noqa: E402  (from _ext)
+import library_names  # noqa: E402  (from _ext)
 
 from sao_jax.version import __version__  # noqa: E402
 
@@ -46,11 +46,11 @@ highlight_language = "none"
 
 # The API reference: one generated page per module, from its docstrings.
 autosummary_generate = True
-autosummary_context = {"exports": api_reference.exports_by_package()}
+autosummary_context = {"exports": library_names.exports_by_package()}
 autodoc_default_options = {"member-order": "bysource"}
 autodoc_inherit_docstrings = False
 autodoc_preserve_defaults = True
-autodoc_type_aliases = {"ArrayLike": "ArrayLike", **api_reference.type_aliases()}
+autodoc_type_aliases = {"ArrayLike": "ArrayLike", **library_names.type_aliases()}
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pathlib
 import re
 import shutil
+from typing import TYPE_CHECKING
 
-from sphinx.application import Sphinx
-from sphinx.config import Config
+if TYPE_CHECKING:
+  from sphinx.application import Sphinx
+  from sphinx.config import Config
 
 ROOT = pathlib.Path(__file__).parents[2]
 COPIED = {"notebooks": "colab/*.ipynb", "suites": "experiments/results/*/*.md"}
