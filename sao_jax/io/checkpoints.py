@@ -22,6 +22,7 @@ from sao_jax import types, version
 from sao_jax.io import checksums, trajectory_arrays
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.parallel import copies, distributed
+from sao_jax.utils import untrusted_files
 
 _FORMAT = 1
 """Of the folder's layout and of what a run writes into it; raised when older ones can no longer be read."""
@@ -280,13 +281,18 @@ class Checkpointer:
 
   def _verify(self, step: int) -> dict[str, Any]:
     """Checks every file against the listing; raises one of several errors at the first that is missing or differs."""
-    listing: dict[str, Any] = json.loads((self.path(step) / _LISTING).read_bytes())
-    if listing.pop("crc32") != checksums.of_json(listing):
+    listing = untrusted_files.read_object(self.path(step) / _LISTING)
+    if listing.pop("crc32", None) != checksums.of_json(listing):
       raise ValueError(f"the checksum of {_LISTING} itself is wrong")
     if listing.get("step", step) != step:  # older ones do not say
       raise ValueError(f"it is that of step {listing['step']}, under another name")
+    if not isinstance(listing["files"], dict):
+      raise ValueError(f"'files' of {_LISTING} must be an object; received {listing['files']!r:.200}")
+    paths = {name: untrusted_files.check_inside(self.path(step), name) for name in listing["files"]}
+    untrusted_files.check_folder(self.path(step))  # all of it before anything is read; Orbax opens files by itself
     for name, recorded in listing["files"].items():
-      if checksums.of_file(self.path(step) / name) != recorded:
+      # A file of another size is not read: it may be far larger.
+      if [paths[name].stat().st_size] != recorded[:1] or checksums.of_file(paths[name]) != recorded:
         raise ValueError(f"size or checksum of {name} is wrong")
     return listing
 
@@ -302,7 +308,7 @@ class Checkpointer:
     metrics = {}
     for step in steps:
       try:
-        metrics[step] = json.loads((self.path(step) / _LISTING).read_bytes())["metric"]
+        metrics[step] = _finite(untrusted_files.read_object(self.path(step) / _LISTING)["metric"])
       except _DAMAGE as error:
         logging.warning("Checkpoint %s is damaged: %s", self.path(step), error)
     ranked = sorted((metric, step) for step, metric in metrics.items() if metric is not None)
@@ -367,6 +373,12 @@ class Checkpointer:
     args = ocp.args.PyTreeRestore(item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested))
     tree: dict[str, Any] = self._orbax.restore(self.path(step), args=ocp.args.Composite(state=args))["state"]
     return tree
+
+
+def _finite(metric: Any) -> float | None:
+  if metric is not None and not (type(metric) in (int, float) and math.isfinite(metric)):
+    raise ValueError(f"metric must be a finite number or null; received {metric!r:.200}")
+  return metric
 
 
 def _series(release: str) -> tuple[str, ...]:

@@ -7,9 +7,16 @@ import pathlib
 import zlib
 from typing import Any
 
+from sao_jax.utils import untrusted_files
+
 
 def of_file(path: pathlib.Path) -> list[int]:
-  """Size and CRC-32 of a file."""
+  """Size and CRC-32 of a file.
+
+  Raises:
+    ValueError: it is no regular file: a pipe or a device may have no end.
+  """
+  untrusted_files.check_regular(path)
   size = crc = 0
   with path.open("rb") as file:
     while block := file.read(1 << 20):

@@ -33,6 +33,50 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     raise ValueError(f"{path} must be a regular file.")
 
 
+def check_inside(folder: str | os.PathLike[str], name: Any) -> pathlib.Path:
+  """Path of a regular file that a listing in `folder` names. Nothing is opened.
+
+  Raises:
+    OSError: there is no such file, or it is a folder.
+    ValueError: `name` is not a relative path, or it (or a link on its way) leads out of the folder or to a pipe, socket
+      or device.
+  """
+  parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) else ()
+  if not parts or "\0" in name or name.startswith("/") or ".." in parts:
+    raise ValueError(f"a listing must name files by their paths inside {folder}; received {name!r:.200}.")
+  path = pathlib.Path(folder, name)
+  _check_target(pathlib.Path(os.path.realpath(folder)), path)
+  check_regular(path)
+  return path
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+  """Refuses a folder that holds anything else than regular files, folders, and links that stay inside it.
+
+  Raises:
+    OSError: the folder cannot be read, or a link leads nowhere.
+    ValueError: a link that leads out of the folder, a pipe, a socket or a device; the message names it.
+  """
+  root = pathlib.Path(os.path.realpath(folder))
+  waiting = [root]
+  while waiting:
+    with os.scandir(waiting.pop()) as entries:
+      for entry in entries:
+        path = pathlib.Path(entry.path)
+        if entry.is_symlink():
+          _check_target(root, path)
+        if entry.is_dir(follow_symlinks=False):
+          waiting.append(path)
+        elif not path.is_dir():
+          check_regular(path)
+
+
+def _check_target(root: pathlib.Path, path: pathlib.Path) -> None:
+  target = pathlib.Path(os.path.realpath(path, strict=True))
+  if not target.is_relative_to(root):
+    raise ValueError(f"{path} must stay inside its folder; it is a link to {target}.")
+
+
 def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> str:
   """The text of a file.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import pathlib
 import shutil
 import signal
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 
-from sao_jax.io import checkpoints
+from sao_jax.io import checkpoints, checksums
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = {"learner": {"eps_low": 0.3, "sizes": [1, 2]}, "num_steps": 10}
@@ -282,7 +283,7 @@ def test_a_failed_save_surfaces_in_the_next_call(tmp_path, monkeypatch):
 KILLED = """
 import sys
 import jax.numpy as jnp
-from sao_jax.io import checkpoints
+from sao_jax.io import checkpoints, checksums
 checkpointer = checkpoints.Checkpointer(sys.argv[1], config={}, keep=3)
 step = int(sys.argv[2])
 while True:
@@ -350,6 +351,134 @@ def test_a_listing_that_is_nonsense_is_damage(listing, tmp_path):
   (folder / "2.damaged").write_text("in the way")
   assert restored_step(tmp_path) == 1
   assert (folder / "2.damaged").is_dir()
+
+
+def rewrite_listing(folder, **fields):
+  """Replaces fields of the listing; its checksum is right again, as anyone can make it."""
+  path = folder / "files.json"
+  listing = json.loads(path.read_text()) | fields
+  del listing["crc32"]
+  path.write_text(json.dumps(listing | {"crc32": checksums.of_json(listing)}))
+
+
+def make_outside_file(folder):
+  (folder.parent / "outside").write_text("x")
+  return "../outside"
+
+
+def make_link(target):
+  def make(folder):
+    (folder / "link").symlink_to(target)
+    return "link"
+
+  return make
+
+
+def make_linked_folder(folder):
+  (folder.parent / "elsewhere").mkdir()
+  (folder.parent / "elsewhere" / "file").write_text("x")
+  (folder / "linked").symlink_to(folder.parent / "elsewhere")
+  return "linked/file"
+
+
+def make_pipe(folder):
+  os.mkfifo(folder / "pipe")
+  return "pipe"
+
+
+def make_folder(folder):
+  (folder / "more").mkdir()
+  return "more"
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda _: "/dev/zero", "must name files by their paths inside"),
+    (lambda folder: str(folder / "files.json"), "must name files by their paths inside"),
+    (make_outside_file, "must name files by their paths inside"),
+    (lambda _: "", "must name files by their paths inside"),
+    (lambda _: "a\0b", "must name files by their paths inside"),
+    (make_link("/dev/zero"), "must stay inside its folder; it is a link to /dev/zero"),
+    (make_link("link"), "Too many levels"),
+    (make_linked_folder, "must stay inside its folder"),
+    (make_pipe, "pipe must be a regular file"),
+    (make_folder, "Is a directory"),
+    (lambda _: "missing", "No such file"),
+  ],
+)
+def test_a_listing_names_files_inside_the_checkpoint_alone(make, message, tmp_path, monkeypatch):
+  save_steps(tmp_path, [1])
+  folder = tmp_path / "checkpoints" / "1"
+  rewrite_listing(folder, files={make(folder): [1, 0]})
+  monkeypatch.setattr(checksums, "of_file", lambda path: pytest.fail(f"{path} was read"))
+  with open_(tmp_path) as checkpointer, pytest.raises(checkpoints.CheckpointError, match=message):
+    checkpointer.host_state(1)
+
+
+@pytest.mark.parametrize("make", [make_link("/dev/zero"), make_link("link"), make_linked_folder, make_pipe])
+def test_what_no_listing_names_is_not_left_to_orbax(make, tmp_path):
+  save_steps(tmp_path, [1])
+  make(tmp_path / "checkpoints" / "1")
+  with (
+    open_(tmp_path) as checkpointer,
+    pytest.raises(checkpoints.CheckpointError, match="must stay inside|Too many levels|must be a regular file"),
+  ):
+    checkpointer.host_state(1)
+
+
+def test_a_link_inside_the_checkpoint_is_followed(tmp_path):
+  save_steps(tmp_path, [1])
+  folder = tmp_path / "checkpoints" / "1"
+  (folder / "host.safetensors").rename(folder / "moved")
+  (folder / "host.safetensors").symlink_to("moved")
+  with open_(tmp_path) as checkpointer:
+    assert checkpointer.host_state(1)["cursor"] == 1
+
+
+def test_a_file_of_another_size_is_not_read(tmp_path):
+  save_steps(tmp_path, [1])
+  path = tmp_path / "checkpoints" / "1" / "host.safetensors"
+  with path.open("r+b") as file:
+    file.truncate(1 << 43)  # holds nothing on the disk; reading it would take an hour
+  with open_(tmp_path) as checkpointer, pytest.raises(checkpoints.CheckpointError, match=r"host\.safetensors is wrong"):
+    checkpointer.host_state(1)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"files": ["a"]}, "'files' of files.json must be an object"),
+    ({"files": {"host.safetensors": 5}}, "int"),
+    ({"files": {"host.safetensors": []}}, "size or checksum of host.safetensors is wrong"),
+    ({"step": 2}, "under another name"),
+  ],
+)
+def test_a_listing_of_wrong_types_is_damage(fields, message, tmp_path):
+  save_steps(tmp_path, [1])
+  rewrite_listing(tmp_path / "checkpoints" / "1", **fields)
+  with open_(tmp_path) as checkpointer, pytest.raises(checkpoints.CheckpointError, match=message):
+    checkpointer.host_state(1)
+
+
+@pytest.mark.parametrize("metric", ["best", [1], True, 1e999])
+def test_a_metric_that_is_no_number_does_not_stop_saves(metric, tmp_path, caplog):
+  save_steps(tmp_path, [1, 2], keep=3)
+  rewrite_listing(tmp_path / "checkpoints" / "1", metric=metric)
+  with open_(tmp_path, keep=3) as checkpointer:
+    checkpointer.save(3, make_state(3), {}, metric=0.5)
+    checkpointer.wait()
+    assert 3 in checkpointer.steps()
+  assert "metric must be a finite number or null" in caplog.text
+
+
+def test_a_listing_that_is_a_pipe_is_damage(tmp_path):
+  save_steps(tmp_path, [1])
+  path = tmp_path / "checkpoints" / "1" / "files.json"
+  path.unlink()
+  os.mkfifo(path)
+  with open_(tmp_path) as checkpointer, pytest.raises(checkpoints.CheckpointError, match="must be a regular file"):
+    checkpointer.host_state(1)
 
 
 def test_a_checkpoint_without_what_this_version_writes_is_refused(tmp_path, monkeypatch):
