@@ -8,7 +8,7 @@ from typing import Any
 from sao_jax.tokenizers.chat_template import ChatTemplate
 from sao_jax.tokenizers.hf_tokenizer import HFTokenizer
 from sao_jax.utils import untrusted_files
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are found in text as wholes
 _SPLITS = ("gpt-2", "smollm")
@@ -70,7 +70,7 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
 
 def _serialize(tokens: list[str], merges: list[str], types: list[int], split: str) -> str:
   """The vocabulary in the form of a `tokenizer.json`."""
-  with needed("hf"):
+  with require_extra("hf"):
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sao_jax.tokenizers import quoting
 from sao_jax.utils import untrusted_files
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _MOST_BYTES = 1 << 28
 _NO_ID = 1 << 32
@@ -103,7 +103,7 @@ class HFTokenizer:
 
 
 def _backend(serialized: str) -> Any:
-  with needed("hf"):
+  with require_extra("hf"):
     import tokenizers
 
   try:

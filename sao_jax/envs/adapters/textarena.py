@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _T = TypeVar("_T")
 _MAX_ERROR_CHARS = 200
@@ -51,7 +51,7 @@ class TextArena(TextGame):
   """
 
   def __init__(self, config: TextArenaConfig, *, lock: threading.Lock):
-    with needed("envs"):
+    with require_extra("envs"):
       import textarena
 
     super().__init__(max_turns=config.max_turns, template=config.template)
@@ -122,7 +122,7 @@ class TextArena(TextGame):
 
 def textarena_factory(config: TextArenaConfig) -> EnvironmentFactory:
   """Makes environments that may run in different threads."""
-  with needed("envs"):
+  with require_extra("envs"):
     import textarena  # noqa: F401 (here, that its absence is not told by every episode)
   lock = threading.Lock()
   return lambda: TextArena(config, lock=lock)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _MAX_COMMAND_CHARS = 100
 """The game's interpreter, in C and in this process, hangs on a NUL and crashes on commands of great length."""
@@ -69,7 +69,7 @@ class TextWorld(TextGame):
     self._score = 0.0
 
   def start(self, task_index: int) -> str:
-    with needed("envs"):
+    with require_extra("envs"):
       import textworld
 
     self._close_game()
@@ -140,7 +140,7 @@ class TextWorld(TextGame):
 
 def textworld_factory(config: TextWorldConfig) -> EnvironmentFactory:
   """Makes environments that may run in different threads."""
-  with needed("envs"):
+  with require_extra("envs"):
     import textworld  # noqa: F401 (here, that its absence is not told by every episode)
   lock = threading.Lock()
   return lambda: TextWorld(config, lock=lock)

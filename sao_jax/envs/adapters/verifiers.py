@@ -12,7 +12,7 @@ from typing import Any
 
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory, Step
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def verifiers_factory(config: VerifiersConfig, taskset: Any) -> EnvironmentFacto
 
 
 def _check_single_turn(task: Any) -> None:
-  with needed("envs"):
+  with require_extra("envs"):
     import verifiers.v1 as vf
 
   kind, data = type(task), task.data
