@@ -86,7 +86,7 @@ def to_config_dict(config: Any) -> ml_collections.ConfigDict:
 def parser(
   config_type: type[Any], *, default: str, flag_values: flags.FlagValues = flags.FLAGS
 ) -> Callable[[Sequence[str]], list[str]]:
-  """Returns a `flags_parser` for `absl.app.run` that defines and parses `--config`, and exits with one line on an error.
+  """Returns a `flags_parser` for `absl.app.run` that defines and parses `--config`; an error exits with one line.
 
   The help of `--config` lists every field with its default and meaning. `--config.FIELD=None` clears an optional field;
   `--config.FIELD="{'key': value}"` replaces a mapping.

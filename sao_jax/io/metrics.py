@@ -1,8 +1,8 @@
 """Metrics of a run: `metrics.jsonl`, one row per learner step, and the same numbers as TensorBoard events.
 
 Events go through `tensorboardX.event_file_writer.EventsWriter`, because `tensorboardX.SummaryWriter` writes from a
-thread that ends at the first disk error, after which the next metrics wait for ever. `clu.metric_writers` needs
-TensorFlow or PyTorch and writes from a thread, too.
+thread that ends at the first disk error, after which later calls block for ever. `clu.metric_writers` needs TensorFlow
+or PyTorch.
 """
 
 from __future__ import annotations
