@@ -261,5 +261,5 @@ def restore_policy(parts: Components, workdir: pathlib.Path) -> tuple[int, Param
 
 if __name__ == "__main__":
   define_flags()
-  with process_exit.whatever_is_left():
+  with process_exit.exit_after_main():
     command.run(main)

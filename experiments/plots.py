@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from experiments.support import command
 from sao_jax.io import metrics as metrics_io
 from sao_jax.io import trajectories as trajectory_io
+from sao_jax.training.intervals import wilson_interval
 from sao_jax.types import Trajectory
 
 SMOOTHING = 9
@@ -94,7 +95,7 @@ def draw_reward(figure: Figure, learner: Rows, evaluation: Rows) -> bool:
     _line(axes, learner, "reward_mean", GREY, "mean reward")
   if evaluation:
     rates = np.array([row["eval_success_rate"] for row in evaluation])
-    bounds = np.array([wilson_interval(row["eval_success_rate"], row["eval_n"]) for row in evaluation])
+    bounds = np.array([wilson_interval(row["eval_success_rate"] * row["eval_n"], row["eval_n"]) for row in evaluation])
     errors = np.abs(bounds.T - rates)
     steps = [row["step"] for row in evaluation]
     axes.errorbar(steps, rates, errors, fmt="o", color=ORANGE, markersize=5, capsize=3, label="held-out success (95 %)")
@@ -185,18 +186,6 @@ def draw_throughput(figure: Figure, learner: Rows) -> bool:
   right.set_ylim(0.0, 1.02)
   right.legend(loc="best")
   return drawn
-
-
-def wilson_interval(rate: float, n: float) -> tuple[float, float]:
-  """95 % Wilson score interval of a success rate.
-
-  >>> [round(x, 3) for x in wilson_interval(0.5, 100)]
-  [0.404, 0.596]
-  """
-  z = 1.959964
-  centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
-  half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-  return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _axes(figure: Figure, title: str, x: str, y: str) -> Axes:

@@ -93,5 +93,5 @@ def success_table(summary: Mapping[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-  with process_exit.whatever_is_left():
+  with process_exit.exit_after_main():
     command.run(main, flags_parser=config_flags.parser(RunConfig, default=DEFAULT_PRESET))

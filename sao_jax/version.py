@@ -1,4 +1,4 @@
-"""The library's version: recorded in checkpoints, read by setup.py."""
+"""The library's version, recorded in checkpoints and read by the build."""
 
 from __future__ import annotations
 

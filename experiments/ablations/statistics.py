@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-RESAMPLES = 10_000
+from sao_jax.training.intervals import bootstrap_interval
 
 
 class Estimate(NamedTuple):
@@ -25,9 +25,7 @@ class Estimate(NamedTuple):
 
 
 def bootstrap_mean(values: Sequence[float]) -> Estimate:
-  """The mean, and the 2.5 and 97.5 percentiles of means of resamples (with a fixed seed, so that tables repeat).
-
-  With one value there is no interval: both bounds are NaN.
+  """The mean and its `bootstrap_interval`; with one value, both bounds are NaN.
 
   >>> bootstrap_mean([0.5, 0.5, 0.5])
   Estimate(mean=0.5, low=0.5, high=0.5, n=3)
@@ -37,9 +35,7 @@ def bootstrap_mean(values: Sequence[float]) -> Estimate:
     raise ValueError(f"values must be one or more finite numbers; received {list(values)}.")
   if x.size == 1:
     return Estimate(float(x[0]), float("nan"), float("nan"), 1)
-  means = np.random.default_rng(0).choice(x, (RESAMPLES, x.size)).mean(axis=1)
-  low, high = np.percentile(means, [2.5, 97.5])
-  return Estimate(float(x.mean()), float(low), float(high), x.size)
+  return Estimate(float(x.mean()), *bootstrap_interval(x), x.size)
 
 
 def paired_difference(arm: Mapping[int, float], reference: Mapping[int, float]) -> Estimate:

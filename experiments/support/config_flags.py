@@ -1,15 +1,19 @@
-"""Presets and the command line on one side, frozen dataclasses on the other.
+"""Presets and command-line overrides of frozen dataclasses.
 
-A preset is a file whose `get_config()` returns `to_config_dict(SomeConfig(...))`; ml_collections' flag then lets the
-command line override every field (`--config.learner.eps_low=0.2`), and `from_config_dict` turns the result back into
-the dataclass, which checks its values. Nothing is ignored on the way: an unknown field and a wrong type are errors that
-name the field.
+A preset is a file whose `get_config()` returns `to_config_dict(SomeConfig(...))`. ml_collections' flag lets the command
+line override every field (`--config.learner.eps_low=0.2`), and `from_config_dict` converts the result to the dataclass,
+which checks its values. An unknown field and a wrong type are errors that name the field.
+
+The conversion is written here because `ml_collections.config_flags.DEFINE_config_dataclass` assigns to the fields of
+the dataclass, which frozen ones refuse, and fails on `Literal` fields and on `None` for optional ones. tyro, draccus
+and fiddle add a dependency and have another command-line syntax; preset files and the messages would remain ours.
 """
 
 from __future__ import annotations
 
 import ast
 import collections.abc
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -35,16 +39,17 @@ T = TypeVar("T")
 def from_config_dict(
   config_type: type[T], config: Mapping[str, Any] | ml_collections.ConfigDict, *, path: str = "config"
 ) -> T:
-  """Makes a dataclass, nested ones included, from a ConfigDict or a plain mapping.
+  """Converts a ConfigDict or a plain mapping to a dataclass, including nested ones.
 
   Args:
     config_type: the dataclass.
-    config: its fields; those left out take their defaults.
+    config: its fields; missing ones take their defaults.
     path: the name of `config` in messages.
 
   Raises:
-    TypeError: a value of the wrong type; the message names the field, what it got and what it wants.
-    ValueError: an unknown field (with the closest known ones), a missing one, or what the dataclass itself refuses.
+    TypeError: a value has the wrong type; the message names the field, the allowed type and the received value.
+    ValueError: a field is unknown (the message names the closest known ones) or missing, or the dataclass refuses a
+      value.
   """
   hints = typing.get_type_hints(config_type)
   fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, config_type)) if field.init}
@@ -66,7 +71,7 @@ def from_config_dict(
 
 
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:
-  """Turns a dataclass, nested ones included, into a ConfigDict whose every field the command line can override.
+  """Converts a dataclass, including nested ones, to a ConfigDict in which the command line can override every field.
 
   An optional field that is None becomes a typed placeholder, so that an override is parsed as the right type.
   """
@@ -81,23 +86,25 @@ def to_config_dict(config: Any) -> ml_collections.ConfigDict:
 def parser(
   config_type: type[Any], *, default: str, flag_values: flags.FlagValues = flags.FLAGS
 ) -> Callable[[Sequence[str]], list[str]]:
-  """For `absl.app.run(main, flags_parser=...)`: defines `--config`, parses, and ends with one line on an error.
+  """Returns a `flags_parser` for `absl.app.run` that defines and parses `--config`; an error exits with one line.
 
-  The help of `--config` lists every field with default and meaning. `--config.FIELD=None` clears an optional field;
+  The help of `--config` lists every field with its default and meaning. `--config.FIELD=None` clears an optional field;
   `--config.FIELD="{'key': value}"` replaces a mapping.
 
   Args:
     config_type: the dataclass that the preset describes.
-    default: the preset that runs without `--config`.
-    flag_values: where `--config` is defined.
+    default: the preset if `--config` is not given.
+    flag_values: the flags in which `--config` is defined.
   """
-  text = f"The preset, a Python file; every field can be overridden, --config.FIELD=VALUE:\n{describe(config_type)}"
+  text = f"The preset, a Python file. --config.FIELD=VALUE overrides a field:\n{describe(config_type)}"
 
   def parse(argv: Sequence[str]) -> list[str]:
     kept, replaced = _split_overrides(config_type, argv)
-    _check_options(load_preset(_preset_of(kept) or default), kept)
+    preset = load_preset(_preset_of(kept) or default)
+    for field in filter(None, map(_field_of, kept)):
+      _check_in_preset(preset, field)
     ml_config_flags.DEFINE_config_file("config", default, text, flag_values=flag_values, sys_argv=kept)
-    # --help shows what the main module defines; this module defines the flag on its behalf.
+    # --help shows the flags of the main module, for which this module defines the flag.
     flag_values.register_key_flag_for_module(argv[0], flag_values["config"])
     rest = list(flag_values(kept))
     for field, value in replaced.items():
@@ -119,7 +126,7 @@ def parser(
 
 
 def read(config_type: type[T], *, flag_values: flags.FlagValues = flags.FLAGS) -> T:
-  """The configuration that the parsed command line describes; ends the program with one line if it is not allowed."""
+  """Returns the configuration of the parsed command line; exits with one line if it is not allowed."""
   try:
     return from_config_dict(config_type, flag_values["config"].value)
   except (TypeError, ValueError, OSError) as error:
@@ -127,29 +134,30 @@ def read(config_type: type[T], *, flag_values: flags.FlagValues = flags.FLAGS) -
 
 
 def load_preset(preset: str) -> ml_collections.ConfigDict:
-  """What the `get_config` of a preset returns, so that what is wrong with it is known before the flag is defined.
+  """Returns the result of a preset's `get_config`, so that its errors are found before the flag is defined.
 
   Args:
     preset: `FILE.py`, or `FILE.py:ARGUMENT` for a `get_config` with an argument.
 
   Raises:
-    ValueError: no such file (with those that there are), no Python, no `get_config`, or one that refuses the argument.
+    ValueError: the file does not exist (the message lists the available presets), is not Python or has no
+      `get_config`, or `get_config` refuses the argument.
   """
   path, _, argument = preset.partition(":")
   if not pathlib.Path(path).is_file():
-    raise ValueError(f"--config must be the file of a preset; received {path!r}, which is none. There are\n{presets()}")
+    raise ValueError(f"--config: no preset {path!r}. Available presets:\n{presets()}")
   try:
     get_config = runpy.run_path(path).get("get_config")
   except (SyntaxError, UnicodeDecodeError) as error:
     raise ValueError(f"--config={path} is not a Python file: {error}") from error
   if get_config is None:
-    raise ValueError(f"--config={path} is not a preset: it has no get_config(). There are\n{presets()}")
+    raise ValueError(f"--config={path} is not a preset: it has no get_config(). Available presets:\n{presets()}")
   arguments = [argument] if ":" in preset else []
   try:
     inspect.signature(get_config).bind(*arguments)
   except TypeError as error:
-    takes = "nothing" if arguments else "an argument"
-    raise ValueError(f"--config={path} takes {takes} behind a colon; received {preset!r}.") from error
+    takes = "no argument" if arguments else "an argument"
+    raise ValueError(f"--config={path} takes {takes} after a colon; received {preset!r}.") from error
   try:
     return typing.cast(ml_collections.ConfigDict, get_config(*arguments))
   except (ValueError, OSError) as error:
@@ -157,7 +165,7 @@ def load_preset(preset: str) -> ml_collections.ConfigDict:
 
 
 def presets() -> str:
-  """A line for each preset of `experiments/presets`: its file, and the first line of its docstring."""
+  """Returns a line for each preset in `experiments/presets`: its file and the first line of its docstring."""
   lines = []
   for path in sorted((pathlib.Path(__file__).parents[1] / "presets").glob("*.py")):
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -167,7 +175,7 @@ def presets() -> str:
 
 
 def parse_mapping(text: str) -> dict[str, Any] | None:
-  """The dictionary with text as keys that a Python literal is; None if it is none."""
+  """Parses a Python literal; returns None unless it is a dictionary with strings as keys."""
   try:
     value = ast.literal_eval(text)
   except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -176,12 +184,12 @@ def parse_mapping(text: str) -> dict[str, Any] | None:
 
 
 def describe(config_type: type[Any], *, prefix: str = "--config", defaults: Any = None) -> str:
-  """One line per field: name, type, default, and the docstring under the field.
+  """Returns one line per field: name, type, default, and the first line of the docstring below the field.
 
   Args:
     config_type: the dataclass.
-    prefix: what stands before the fields' names.
-    defaults: an instance whose values are the defaults; None: those of the class.
+    prefix: prefix of the fields' names.
+    defaults: an instance that holds the defaults; None: the defaults of the class.
   """
   hints = typing.get_type_hints(config_type)
   documentation = _field_docstrings(config_type)
@@ -203,8 +211,8 @@ def describe(config_type: type[Any], *, prefix: str = "--config", defaults: Any 
 def _convert(hint: Any, value: Any, path: str) -> Any:
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if hint is Any:
-    return _plain(value)
-  if origin in (typing.Union, types.UnionType):
+    return value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
+  if _is_union(hint):
     return _convert_union(hint, value, path)
   if origin is typing.Literal:
     if any(type(value) is type(choice) and value == choice for choice in args):
@@ -225,21 +233,32 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
       return float(value)
   elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
     return value
-  raise TypeError(f"{path} must be {_show(hint)}; received {value!r} ({type(value).__name__}).")
+  raise _type_error(hint, value, path)
+
+
+def _type_error(hint: Any, value: Any, path: str) -> TypeError:
+  return TypeError(f"{path} must be {_show(hint)}; received {value!r} ({type(value).__name__}).")
+
+
+def _arms(hint: Any) -> list[Any]:
+  """Returns the types of a union other than None; the type itself if it is not a union."""
+  return [arm for arm in typing.get_args(hint) if arm is not type(None)] if _is_union(hint) else [hint]
+
+
+def _is_union(hint: Any) -> bool:
+  return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _convert_union(hint: Any, value: Any, path: str) -> Any:
-  arms = typing.get_args(hint)
-  if value is None and type(None) in arms:
+  if value is None and type(None) in typing.get_args(hint):
     return None
-  arms = tuple(arm for arm in arms if arm is not type(None))
+  arms = _arms(hint)
+  if len(arms) == 1 and dataclasses.is_dataclass(arms[0]) and isinstance(value, Mapping | ml_collections.ConfigDict):
+    return _convert(arms[0], value, path)  # its errors name the nested field
   for arm in arms:
-    try:
+    with contextlib.suppress(TypeError):
       return _convert(arm, value, path)
-    except TypeError:
-      if len(arms) == 1 and dataclasses.is_dataclass(arm) and isinstance(value, Mapping | ml_collections.ConfigDict):
-        raise
-  raise TypeError(f"{path} must be {_show(hint)}; received {value!r} ({type(value).__name__}).")
+  raise _type_error(hint, value, path)
 
 
 def _convert_tuple(hint: Any, value: tuple[Any, ...], path: str) -> tuple[Any, ...]:
@@ -253,8 +272,7 @@ def _convert_tuple(hint: Any, value: tuple[Any, ...], path: str) -> tuple[Any, .
 
 def _dissolve(value: Any, hint: Any) -> Any:
   if value is None:
-    arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
-    kind = _runtime_type(arms[0]) if arms else None
+    kind = _runtime_type(_arms(hint)[0])
     return None if kind is None else config_dict.placeholder(kind)
   if dataclasses.is_dataclass(value):
     return to_config_dict(value)
@@ -264,7 +282,7 @@ def _dissolve(value: Any, hint: Any) -> Any:
 
 
 def _runtime_type(hint: Any) -> type | None:
-  """The class of a field's values as flags parse them; None for what they cannot parse (a sub-config)."""
+  """Returns the type that flags parse a field as; None if they cannot parse it (a sub-config)."""
   origin = typing.get_origin(hint)
   if origin is typing.Literal:
     return type(typing.get_args(hint)[0])
@@ -272,16 +290,11 @@ def _runtime_type(hint: Any) -> type | None:
   return kind if kind in (bool, int, float, str, tuple) else None
 
 
-def _plain(value: Any) -> Any:
-  return value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
-
-
 def _hint_of(config_type: Any, field: str) -> Any:
-  """The type of a dotted field; inside a mapping anything goes."""
+  """Returns the type of a dotted field; Any inside a mapping."""
   hint, path = config_type, "config"
   for part in field.split("."):
-    arms = [arm for arm in typing.get_args(hint) if dataclasses.is_dataclass(arm)]
-    hint = arms[0] if arms else hint
+    hint = next((arm for arm in _arms(hint) if dataclasses.is_dataclass(arm)), hint)
     if not dataclasses.is_dataclass(hint):
       if typing.get_origin(hint) in (dict, collections.abc.Mapping) or hint is Any:
         return Any
@@ -296,27 +309,36 @@ def _hint_of(config_type: Any, field: str) -> Any:
 def _split_overrides(config_type: type[Any], argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
   """Checks the field of every `--config.FIELD=VALUE`.
 
-  Returns the arguments to parse, and what cannot be parsed as flags: fields set to None, and mappings.
+  Returns:
+    The arguments for absl, and the overrides that it cannot parse: fields set to None, and mappings.
   """
   kept: list[str] = []
   replaced: dict[str, Any] = {}
   for argument in argv:
-    name, _, value = argument.partition("=")
-    field = name.lstrip("-").removeprefix("config.")
-    hint = None
-    if name.startswith("-") and name.lstrip("-").startswith("config."):
-      hint = _hint_of(config_type, field)
-    if hint is not None and type(None) in typing.get_args(hint) and value == "None":
+    field, value = _field_of(argument), argument.partition("=")[2]
+    hint = None if field is None else _hint_of(config_type, field)
+    if field is None:
+      kept.append(argument)
+    elif type(None) in typing.get_args(hint) and value == "None":
       replaced[field] = None
     elif typing.get_origin(hint) in (dict, collections.abc.Mapping):
-      replaced[field] = ml_collections.ConfigDict(_mapping(field, value))
+      mapping = parse_mapping(value)
+      if mapping is None:
+        raise ValueError(f"--config.{field} must be a mapping written like {{'key': 1}}; received {value!r}.")
+      replaced[field] = ml_collections.ConfigDict(mapping)
     else:
       kept.append(argument)
   return kept, replaced
 
 
+def _field_of(argument: str) -> str | None:
+  """Returns the dotted field of an argument `--config.FIELD=VALUE`; None for other arguments."""
+  name = argument.partition("=")[0].lstrip("-")
+  return name.removeprefix("config.") if argument.startswith("-") and name.startswith("config.") else None
+
+
 def _preset_of(argv: Sequence[str]) -> str | None:
-  """The value of the last `--config`, as absl reads it; None without one."""
+  """Returns the value of the last `--config`, as absl reads it; None without one."""
   found = None
   for argument, after in itertools.zip_longest(argv, argv[1:]):
     name, equals, value = argument.partition("=")
@@ -325,29 +347,17 @@ def _preset_of(argv: Sequence[str]) -> str | None:
   return found
 
 
-def _check_options(config: ml_collections.ConfigDict, argv: Sequence[str]) -> None:
-  """Refuses an override of a key that a mapping of the preset lacks: nobody knows the type of its value."""
-  for argument in argv:
-    name = argument.partition("=")[0].lstrip("-")
-    if not argument.startswith("-") or not name.startswith("config."):
-      continue
-    node: Any = config
-    path = name.split(".")
-    for depth, part in enumerate(path[1:], start=1):
-      parent = ".".join(path[:depth])
-      if not isinstance(node, ml_collections.ConfigDict):
-        raise ValueError(f"{name} cannot be set: the preset's {parent} is {node!r}.")
-      if part not in node:
-        whole = f" What the preset lacks is given with all the rest: --{parent}=\"{{'key': value, ...}}\"."
-        raise ValueError(f"{name} is not in the preset's {parent}{closest(part, node)}{whole}")
-      node = node[part]
-
-
-def _mapping(field: str, text: str) -> dict[str, Any]:
-  value = parse_mapping(text)
-  if value is None:
-    raise ValueError(f"--config.{field} must be a mapping written like {{'key': 1}}; received {text!r}.")
-  return value
+def _check_in_preset(preset: ml_collections.ConfigDict, field: str) -> None:
+  """Refuses a key that a mapping of the preset lacks, as the type of its value is unknown."""
+  node: Any = preset
+  parent = "config"
+  for part in field.split("."):
+    if not isinstance(node, ml_collections.ConfigDict):
+      raise ValueError(f"config.{field} cannot be set: the preset's {parent} is {node!r}.")
+    if part not in node:
+      hint = f" To add a key, set the whole mapping: --{parent}=\"{{'key': value, ...}}\"."
+      raise ValueError(f"config.{field} is not in the preset's {parent}{closest(part, node)}{hint}")
+    node, parent = node[part], f"{parent}.{part}"
 
 
 def _field_docstrings(config_type: type[Any]) -> dict[str, str]:
@@ -363,6 +373,6 @@ def _field_docstrings(config_type: type[Any]) -> dict[str, str]:
 def _show(hint: Any) -> str:
   if typing.get_origin(hint) is typing.Literal:
     return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
-  if typing.get_origin(hint) in (typing.Union, types.UnionType):
+  if _is_union(hint):
     return " or ".join("None" if arm is type(None) else _show(arm) for arm in typing.get_args(hint))
   return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")

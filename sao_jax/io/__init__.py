@@ -1,3 +1,3 @@
-"""What is written to a workdir and read back: checkpoints, metrics, trajectory samples, configuration, progress."""
+"""Files of a workdir (checkpoints, metrics, trajectory samples, configuration) and progress on the terminal."""
 
 from __future__ import annotations

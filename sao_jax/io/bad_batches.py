@@ -1,7 +1,7 @@
-"""Batches whose update was skipped because something was not finite: kept in `<workdir>/bad_batches/` to be looked at.
+"""Batches whose update was skipped because of non-finite numbers, kept in `<workdir>/bad_batches/` for inspection.
 
-Of learner step 12 there are `12.json` (what was not finite, and in which trajectories) and `12.safetensors` (the whole
-trajectories). The newest `KEPT` stay. From Python:
+Learner step 12 leaves `12.json` (the report: which numbers were not finite, in which trajectories) and
+`12.safetensors` (the trajectories). The newest `KEPT` batches stay. From Python:
 
     report, trajectories = bad_batches.read(workdir, 12)
 """
@@ -19,7 +19,7 @@ from sao_jax.io import workdir as workdir_lib
 from sao_jax.utils import untrusted_files
 
 KEPT = 16
-"""Batches that stay, the newest."""
+"""Number of newest batches that stay."""
 
 
 def write(
@@ -29,15 +29,15 @@ def write(
 
   Args:
     workdir: the run's folder.
-    step: the learner step that was given the batch.
+    step: the learner step that received the batch.
     trajectories: the batch.
-    report: JSON values: what was found.
+    report: the findings, as JSON values.
   """
   folder = _folder(workdir)
   folder.mkdir(exist_ok=True)
   trajectory_arrays.save(folder / f"{step}.safetensors", trajectory_arrays.to_arrays(trajectories))
   path = report_path(workdir, step)
-  workdir_lib.atomic_write_json(path, {"step": step, **report})  # last: where it is, the batch is whole
+  workdir_lib.atomic_write_json(path, {"step": step, **report})  # last: a report implies a complete batch
   for old in steps(workdir)[:-KEPT]:
     (folder / f"{old}.json").unlink(missing_ok=True)
     (folder / f"{old}.safetensors").unlink(missing_ok=True)
@@ -45,12 +45,12 @@ def write(
 
 
 def report_path(workdir: str | os.PathLike[str], step: int) -> pathlib.Path:
-  """Where the report on a learner step's batch is, if there is one."""
+  """Returns the path of the report on a learner step's batch; the file may not exist."""
   return _folder(workdir) / f"{step}.json"
 
 
 def steps(workdir: str | os.PathLike[str]) -> list[int]:
-  """Learner steps of which a batch is there, in increasing order."""
+  """Returns the learner steps that have a batch, in increasing order."""
   return sorted(int(path.stem) for path in _folder(workdir).glob("*.json") if path.stem.isdecimal())
 
 
@@ -58,7 +58,7 @@ def read(workdir: str | os.PathLike[str], step: int) -> tuple[dict[str, Any], li
   """Returns the report and the trajectories of a learner step's bad batch.
 
   Raises:
-    FileNotFoundError: there is none.
+    FileNotFoundError: the step has no batch.
     ValueError: a file is damaged; the message names it.
   """
   path = report_path(workdir, step)

@@ -1,4 +1,4 @@
-"""Progress on the terminal: a bar per stage with a live line, or plain lines where there is no terminal."""
+"""Progress on the terminal: a bar per stage with a live note, or plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import rich.progress
 
 
 class Stage:
-  """One stage under way; made by `Console.stage`."""
+  """Progress of one stage; created by `Console.stage`."""
 
   def __init__(self, title: str, total: int, console: rich.console.Console, *, plain_every_s: float) -> None:
     self._title = title
@@ -37,7 +37,7 @@ class Stage:
       self._bar.start()
 
   def advance(self, amount: int = 1, *, note: str | None = None) -> None:
-    """Moves the bar by `amount`; `note` (e.g. "reward 0.61  staleness 1.2") is the live line, kept until the next."""
+    """Moves the bar by `amount` and shows `note` (e.g. "reward 0.61  staleness 1.2") until the next note."""
     self._done += amount
     if note is not None:
       self._note = note
@@ -47,7 +47,7 @@ class Stage:
       self._print_plain()
 
   def finish(self) -> None:
-    """Leaves the last state on the screen."""
+    """Stops the bar and leaves its last state on the screen."""
     if self._bar is not None:
       self._bar.stop()
     else:
@@ -60,15 +60,15 @@ class Stage:
 
 
 class Console:
-  """The run's voice. `rich.print` inside a stage goes above the bar."""
+  """Terminal output of a run. Text printed inside a stage appears above its bar."""
 
   def __init__(self, *, file: TextIO | None = None, plain_every_s: float = 5.0, quiet: bool = False) -> None:
-    """Opens it.
+    """Creates a console.
 
     Args:
-      file: where to write, standard output by default.
-      plain_every_s: time between plain lines of one stage.
-      quiet: says nothing at all.
+      file: the output, standard output by default.
+      plain_every_s: seconds between plain lines of one stage.
+      quiet: print nothing.
     """
     self.rich = rich.console.Console(file=file, quiet=quiet)
     self._plain_every_s = plain_every_s
@@ -84,7 +84,7 @@ class Console:
 
   @contextlib.contextmanager
   def compiling(self, what: str, *, first: bool = True) -> Iterator[None]:
-    """Around a step that compiles its program when it is the `first`: says so before, and after how long it took."""
+    """Announces that the block compiles a program, and reports its time; does nothing unless `first`."""
     if first:
       self.print(f"compiling {what} ...")
     began = time.monotonic()
@@ -93,5 +93,5 @@ class Console:
       self.print(f"compiled {what} and ran it once in {time.monotonic() - began:.0f} s")
 
   def print(self, *objects: object) -> None:
-    """Prints text as it is (brackets are no markup) or rich renderables (tables, say)."""
+    """Prints text verbatim (brackets are not markup) or rich renderables such as tables."""
     self.rich.print(*objects, markup=False, highlight=False, soft_wrap=True)

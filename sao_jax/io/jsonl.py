@@ -1,4 +1,4 @@
-"""JSON lines files that survive a kill: whole lines only, strict JSON, cut back to a step on resume."""
+"""JSON Lines files that survive a kill: complete lines of strict JSON, cut back to a step on resume."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from sao_jax.utils import untrusted_files
 
 
 class JsonlFile:
-  """Appends rows to a file; each row is one `write` of one whole line, so that a kill never mixes two."""
+  """Appends rows to a file. Each row is one `write` of one line, so a kill never mixes two rows."""
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
     self._path = path
     self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
 
   def append(self, row: Mapping[str, Any]) -> None:
-    """Writes one row; NaN and infinities are refused (strict JSON has none)."""
+    """Writes one row.
+
+    Raises:
+      ValueError: the row holds NaN or an infinity, which strict JSON lacks.
+    """
     line = json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n"
     rest = memoryview(line.encode("utf-8"))
     with workdir_lib.named_errors(self._path):
@@ -33,14 +37,14 @@ class JsonlFile:
 
 
 def read_rows(path: str | os.PathLike[str], *, max_line_bytes: int = 1 << 26) -> Iterator[tuple[int, dict[str, Any]]]:
-  """Yields `(line number, row)`; a last line without its newline is one that is still being written, and left out.
+  """Yields `(line number, row)`. Skips a last line without a newline, which is still being written.
 
   Args:
     path: the file.
-    max_line_bytes: longer lines are refused before they are held in memory.
+    max_line_bytes: limit on the length of a line; longer ones are refused before they are read into memory.
 
   Raises:
-    ValueError: a line that is no JSON object or too long; the message holds path and line number.
+    ValueError: a line is too long or not a JSON object; the message holds path and line number.
   """
   untrusted_files.check_regular(path)
   with open(path, "rb") as file:
@@ -48,22 +52,22 @@ def read_rows(path: str | os.PathLike[str], *, max_line_bytes: int = 1 << 26) ->
     while line := file.readline(max_line_bytes + 1):
       number += 1
       if len(line) > max_line_bytes:
-        raise ValueError(f"{path}:{number}: a line of more than {max_line_bytes} bytes.")
+        raise ValueError(f"{path}:{number}: a line must have at most {max_line_bytes} bytes.")
       if not line.endswith(b"\n"):
         return
       try:
         row = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_no_key_twice)
       except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}:{number}: not a line of JSON: {error}.") from error
+        raise ValueError(f"{path}:{number}: not valid JSON: {error}.") from error
       if not isinstance(row, dict):
-        raise ValueError(f"{path}:{number}: a JSON object is wanted; received {type(row).__name__}.")
+        raise ValueError(f"{path}:{number}: a line must be a JSON object; received {type(row).__name__}.")
       yield number, row
 
 
 def cut_after_step(path: str | os.PathLike[str], step: int) -> list[dict[str, Any]]:
-  """Drops every row whose `step` is past `step`, and a half-written last line; returns the rows that stay.
+  """Drops every row whose `step` is greater than `step`, and a partly written last line; returns the other rows.
 
-  The file is replaced atomically: a kill leaves the old one or the new one.
+  The file is replaced atomically: a kill leaves the old file or the new one.
   """
   path = pathlib.Path(path)
   if not path.exists():
@@ -79,7 +83,7 @@ def cut_after_step(path: str | os.PathLike[str], step: int) -> list[dict[str, An
 
 
 def check_step(path: str | os.PathLike[str], number: int, row: Mapping[str, Any]) -> None:
-  """Raises ValueError if a row says no step."""
+  """Raises ValueError unless a row has an integer `step`."""
   if type(row.get("step")) is not int:
     raise ValueError(f"{path}:{number}: key 'step' must be an integer; received {row.get('step')!r:.200}.")
 
@@ -89,7 +93,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   if len(row) < len(pairs):
     seen: set[str] = set()
     twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-    raise ValueError(f"key {twice!r:.200} is there twice")
+    raise ValueError(f"key {twice!r:.200} occurs twice")
   return row
 
 
@@ -97,7 +101,7 @@ def _finite(number: str) -> float:
   """Python reads 1e999 as infinity."""
   value = float(number)
   if math.isinf(value):
-    raise ValueError(f"{number:.50} is no number that a float can hold")
+    raise ValueError(f"{number:.50} is out of range for a float")
   return value
 
 

@@ -1,4 +1,9 @@
-"""Metrics of a run: `metrics.jsonl`, a row per learner step, and the same numbers for TensorBoard."""
+"""Metrics of a run: `metrics.jsonl`, one row per learner step, and the same numbers as TensorBoard events.
+
+Events go through `tensorboardX.event_file_writer.EventsWriter`, because `tensorboardX.SummaryWriter` writes from a
+thread that ends at the first disk error, after which later calls block for ever. `clu.metric_writers` needs TensorFlow
+or PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -24,35 +29,33 @@ LEARNER_KEYS = (
   "lambda_policy_mean", "advantage_mean", "advantage_std", "queue_size", "dropped_stale", "failed_episodes",
   "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction",
 )  # fmt: skip
-"""What a learner row holds at least."""
+"""Keys that every learner row has."""
 
 
 class MetricsWriter:
-  """Writes learner rows and evaluation rows, one line each, at once; continues a file without gap or double.
+  """Writes learner and evaluation rows immediately, one line each; on resume, continues without gaps or duplicates.
 
-  A learner row has `LEARNER_KEYS`; an evaluation row has `step`, `eval_success_rate`, `eval_n` (one per step, beside
-  the learner row of that step, 0 for before the first). NaN and infinities are written as null, as JSON has none.
+  A learner row has `LEARNER_KEYS`. An evaluation row has `step` (0 before the first learner step),
+  `eval_success_rate` and `eval_n`; there is at most one per step. NaN and infinities become null, as JSON lacks them.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], *, restored_step: int = 0) -> None:
     """Opens the files.
 
     Args:
-      workdir: the run's folder, which exists.
-      restored_step: the last learner step that the restored checkpoint holds, 0 for a new run. Rows after it, written
-        by a run that was killed later, are dropped: the resumed run writes them again.
+      workdir: the run's folder; must exist.
+      restored_step: the learner step of the restored checkpoint, 0 for a new run. Later rows, which a killed run wrote,
+        are dropped: the resumed run writes them again.
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
     kept = jsonl.cut_after_step(path, restored_step)
     self._evaluated = {row["step"] for row in kept if "eval_n" in row}
     steps = [row["step"] for row in kept if "eval_n" not in row]
     if steps != list(range(1, restored_step + 1)):
-      # Only a machine that lost power, or another hand, can do this: rows are written before their checkpoint is.
+      # Rows are written before their checkpoint, so only a power failure or an edit of the file leads here.
       logging.warning("%s: expected rows of steps 1 to %d, found %d rows.", path, restored_step, len(steps))
     self._last_step = restored_step
     self._file = jsonl.JsonlFile(path)
-    # Not `tensorboardX.SummaryWriter`: on a full disk the thread that it writes with dies, and the next event waits for
-    # ever. Here the error comes out of the call.
     self._events = pathlib.Path(workdir) / "events"
     self._board = EventsWriter(str(self._events), f".{os.getpid()}")
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -64,33 +67,33 @@ class MetricsWriter:
 
     Args:
       step: the learner step.
-      values: at least `LEARNER_KEYS` but for `step`; Python, NumPy or jax scalars.
+      values: Python, NumPy or jax scalars by key, with all of `LEARNER_KEYS` except `step`.
 
     Raises:
-      ValueError: a step out of turn, a missing key or a value that is no scalar.
+      ValueError: `step` is not the next one, a key is missing, or a value is not a scalar.
     """
     if step != self._last_step + 1:
-      raise ValueError(f"The next metrics row is that of step {self._last_step + 1}; received step {step}.")
+      raise ValueError(f"step must be {self._last_step + 1}, the next one; received {step}.")
     if missing := [key for key in LEARNER_KEYS[1:] if key not in values]:
       raise ValueError(f"Metrics of step {step} lack {missing}.")
     self._emit(step, values)
     self._last_step = step
 
   def has_evaluation(self, step: int) -> bool:
-    """Whether the evaluation after `step` is already written (by the run that this one resumes)."""
+    """Returns whether the evaluation after `step` is already written, for example by the run that this one resumes."""
     return step in self._evaluated
 
   def write_evaluation(self, step: int, *, success_rate: float, n: int, **more: float) -> None:
     """Writes the evaluation of the policy after learner step `step`.
 
     Args:
-      step: learner steps taken before the evaluation.
-      success_rate: fraction of `n` held-out episodes that succeeded.
+      step: number of learner steps before the evaluation.
+      success_rate: fraction of the `n` held-out episodes that succeeded.
       n: number of episodes.
-      **more: further scalars, e.g. the ends of a confidence interval.
+      **more: further scalars, for example the ends of a confidence interval.
 
     Raises:
-      ValueError: `step` has an evaluation already.
+      ValueError: the evaluation of `step` is already written.
     """
     if step in self._evaluated:
       raise ValueError(f"The evaluation of step {step} is already written.")
@@ -125,13 +128,13 @@ class MetricsWriter:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-  """Reads a workdir's `metrics.jsonl`, also while the run goes on.
+  """Reads a workdir's `metrics.jsonl`, even while the run is writing it.
 
   Returns:
-    `(learner rows, evaluation rows)`, null given back as NaN.
+    `(learner rows, evaluation rows)`; null becomes NaN.
 
   Raises:
-    ValueError: a malformed line, with its number.
+    ValueError: a line is malformed; the message holds its number.
   """
   learner: list[dict[str, Any]] = []
   evaluation: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
-"""Trajectories as JSON lines: samples that are read by eye, and whole episodes that are read back.
+"""Trajectories as JSON Lines: readable samples, and complete episodes that can be read back.
 
 A row holds the fields of `types.Trajectory` and `step`, the learner step that used it (0: none). Per-token arrays are
-lists of equal length; `behavior_logp` is null where the token is no action. Nothing is trusted on reading: every key,
-type, range and the agreement of the arrays are checked, and the message names the line and the key.
+lists of equal length; `behavior_logp` is null for tokens that are not actions. Files are untrusted: reading checks
+every key, type and range and the consistency of the arrays, and error messages name the line and the key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLOAT32_MAX = 3.4028234663852886e38
 
 
 def to_json(trajectory: types.Trajectory, *, step: int = 0) -> dict[str, Any]:
-  """Turns a trajectory into a JSON object; `from_json` gives it back exactly, bit for bit."""
+  """Converts a trajectory to a JSON object, from which `from_json` restores it bit for bit."""
   mask = trajectory.action_mask
   logps = trajectory.behavior_logp.tolist()
   return {
@@ -46,10 +46,10 @@ def to_json(trajectory: types.Trajectory, *, step: int = 0) -> dict[str, Any]:
 
 
 def from_json(row: Mapping[str, Any]) -> types.Trajectory:
-  """Checks a JSON object and turns it into a trajectory.
+  """Checks a JSON object and converts it to a trajectory.
 
   Raises:
-    ValueError: a key is missing, unknown, of the wrong type or out of range, or the arrays do not agree.
+    ValueError: a key is missing, unknown, of the wrong type or out of range, or the arrays are inconsistent.
   """
   if missing := sorted(_KEYS - row.keys()):
     raise ValueError(f"missing keys {missing}")
@@ -61,7 +61,7 @@ def from_json(row: Mapping[str, Any]) -> types.Trajectory:
     if not isinstance(row[key], kind):
       raise ValueError(f"key {key!r} must be a {kind.__name__}; received {row[key]!r:.200}")
   if any("\ud800" <= character <= "\udfff" for character in row["text"]):
-    raise ValueError("key 'text' must be text that UTF-8 can hold, without lone surrogates")
+    raise ValueError("key 'text' must be valid Unicode, without lone surrogates")
   trajectory = types.Trajectory(
     tokens=_integers("tokens", row["tokens"], 0, 2**31 - 1),
     action_mask=_integers("action_mask", row["action_mask"], 0, 1).astype(np.bool_),
@@ -86,7 +86,7 @@ def from_json(row: Mapping[str, Any]) -> types.Trajectory:
 
 
 class TrajectoryWriter:
-  """Appends samples to `<workdir>/trajectories.jsonl`; on resume, those of later steps are dropped first."""
+  """Appends samples to `<workdir>/trajectories.jsonl`. On resume, drops those of later steps first."""
 
   def __init__(self, workdir: str | os.PathLike[str], *, restored_step: int = 0) -> None:
     path = pathlib.Path(workdir) / "trajectories.jsonl"
@@ -94,7 +94,7 @@ class TrajectoryWriter:
     self._file = jsonl.JsonlFile(path)
 
   def write(self, step: int, trajectories: Iterable[types.Trajectory]) -> None:
-    """Writes one line per trajectory, as used in learner step `step`."""
+    """Writes one line per trajectory of learner step `step`."""
     for trajectory in trajectories:
       self._file.append(to_json(trajectory, step=step))
 
@@ -116,7 +116,7 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[tuple[int, types.Traj
   """Yields `(step, trajectory)` of each line.
 
   Raises:
-    ValueError: a line that is no valid trajectory; the message holds path, line number and key.
+    ValueError: a line is not a valid trajectory; the message holds path, line number and key.
   """
   for number, row in jsonl.read_rows(path):
     try:

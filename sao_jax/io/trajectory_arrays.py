@@ -1,7 +1,7 @@
-"""Trajectories as a few flat arrays: what is machine-read (checkpoints, bad batches), where JSON would be large.
+"""Trajectories as a few flat arrays, for checkpoints and bad batches, where JSON would be large.
 
-The per-token arrays of all trajectories lie end to end, in `safetensors` form when they are a file: nothing is
-pickled. What arrives from a file is checked like a line of JSON is: every array, dtype, length and value.
+The per-token arrays of all trajectories are concatenated. Files are in `safetensors` format; nothing is pickled. Files
+are untrusted: reading checks every array, dtype, length and value, as `trajectories.py` does for JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMES = frozenset({*PER_TOKEN, *_PER_TRAJECTORY, "text"})
 
 
 def to_arrays(trajectories: Sequence[types.Trajectory]) -> dict[str, np.ndarray]:
-  """Lays trajectories end to end; `from_arrays` gives them back exactly, bit for bit."""
+  """Concatenates trajectories; `from_arrays` restores them bit for bit."""
   texts = [trajectory.text.encode("utf-8") for trajectory in trajectories]
   columns: dict[str, list[Any]] = {
     "length": [len(trajectory.tokens) for trajectory in trajectories],
@@ -58,11 +58,11 @@ def to_arrays(trajectories: Sequence[types.Trajectory]) -> dict[str, np.ndarray]
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[types.Trajectory]:
-  """Checks arrays and turns them into trajectories.
+  """Checks arrays and converts them to trajectories.
 
   Raises:
-    ValueError: an array is missing, unknown, of another dtype or length, or a trajectory does not agree with itself;
-      the message names the array, or the trajectory's number.
+    ValueError: an array is missing, unknown or of the wrong dtype or length, or a trajectory is inconsistent; the
+      message names the array or the trajectory's number.
   """
   if missing := sorted(_NAMES - arrays.keys()):
     raise ValueError(f"missing arrays {missing}")
@@ -91,7 +91,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[types.Trajectory]:
 
 
 def save(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes named arrays to a safetensors file, which appears under its name when it is whole."""
+  """Writes named arrays to a safetensors file, which gets its name when it is complete."""
   path = pathlib.Path(path)
   partial = path.with_name(f"{path.name}.partial")
   with workdir_lib.named_errors(partial), open(partial, "wb") as file:
@@ -105,7 +105,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
   """Reads a safetensors file.
 
   Raises:
-    ValueError: not such a file; its header is checked against its size before anything is held in memory.
+    ValueError: it is not a valid safetensors file. Its header is checked against its size before memory is allocated.
   """
   untrusted_files.check_regular(path)
   try:
@@ -118,7 +118,7 @@ def read(path: str | os.PathLike[str]) -> list[types.Trajectory]:
   """Reads the trajectories of a file.
 
   Raises:
-    ValueError: not such a file, or what it holds is wrong; the message names the file.
+    ValueError: it is not a safetensors file of valid trajectories; the message names the file.
   """
   arrays = load(path)
   try:
@@ -152,11 +152,11 @@ def _check(name: str, array: np.ndarray, dtype: Any, length: int) -> None:
   if array.dtype != dtype or array.shape != (length,):
     wanted = f"{np.dtype(dtype).name}[{length}]" if length >= 0 else f"a {np.dtype(dtype).name} vector"
     raise ValueError(f"array {name!r} must be {wanted}; received {array.dtype.name}{list(array.shape)}")
-  # NumPy takes bytes from a file as they are, and adds a "True" of 7 up as 7.
+  # NumPy keeps a file's bytes as they are: a "True" of 7 would count as 7 in a sum.
   if array.dtype == np.bool_ and (array.view(np.uint8) > 1).any():
     raise ValueError(f"array {name!r} must hold 0 and 1; received {int(array.view(np.uint8).max())}")
 
 
 def _total(name: str, sizes: np.ndarray) -> int:
-  """The sum, in Python's integers: hostile sizes must not wrap around."""
+  """Returns the sum as a Python integer, which untrusted sizes cannot overflow."""
   return sum(int(size) for size in sizes)

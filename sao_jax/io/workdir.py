@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time, its configuration, its summary, and writes that a kill cannot halve."""
+"""The folder of a run: a lock, the recorded configuration, the summary, and atomic writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DISK_ERRORS = frozenset({
   errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
   errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE, errno.ENOLCK, errno.EOPNOTSUPP,
 })  # fmt: skip
-"""Of a full, read-only or broken disk, of one without locks, and of files where folders should be."""
+"""Error codes of a full, read-only or broken disk, of a file system without locks, and of files in place of folders."""
 
 
 _TEMPORARY = ".tmp"
@@ -36,12 +36,12 @@ _MOST_DIFFERENCES = 100
 
 
 class WorkdirError(RuntimeError):
-  """A run's folder cannot be written to, or is another run's; the run stops."""
+  """A run's folder cannot be written to, or another run is using it."""
 
 
 @contextlib.contextmanager
 def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
-  """Turns what a full or read-only disk raises under `workdir` into a `WorkdirError` that says what to do."""
+  """Turns errors of a full or read-only disk under `workdir` into a `WorkdirError` that says what to do."""
   try:
     yield
   except OSError as error:
@@ -51,14 +51,14 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
     if error.errno not in _DISK_ERRORS or not inside:
       raise
     raise WorkdirError(
-      f"Cannot write to workdir {workdir}: {error}. What was saved before is whole: make room, or make it writable, "
-      "and the same command goes on from the last checkpoint."
+      f"Cannot write to workdir {workdir}: {error}. Earlier files are intact: make room, or make the folder writable, "
+      "and run the same command again to continue from the last checkpoint."
     ) from error
 
 
 @contextlib.contextmanager
 def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-  """Gives an `OSError` the name of the file that was being written, which a write to an open file lacks."""
+  """Adds the name of the file to an `OSError`, which one from a write to an open file lacks."""
   try:
     yield
   except OSError as error:
@@ -68,17 +68,17 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class WorkdirLock:
-  """Holds a workdir for this process, as a context manager; a second run in it is refused.
+  """Locks a workdir for this process, so that a second run in it is refused; a context manager.
 
-  The lock is the kernel's (`flock` on `<workdir>/.lock`): it ends with the process, however that dies, so that nothing
-  is ever stale. The file's content (the owner's pid) only serves the message.
+  The lock is the kernel's (`flock` on `<workdir>/.lock`). It ends with the process, even a killed one, so it is never
+  stale. The file holds the owner's process id, for the error message only.
   """
 
   def __init__(self, workdir: str | os.PathLike[str]) -> None:
-    """Makes the folder if needed and takes the lock.
+    """Creates the folder if needed and takes the lock.
 
     Raises:
-      WorkdirError: another run holds it.
+      WorkdirError: another run holds the lock.
     """
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,11 +98,11 @@ class WorkdirLock:
       self._file.truncate(0)
       self._file.write(f"{os.getpid()}\n")
       self._file.flush()
-    for rest in folder.glob(f".*{_TEMPORARY}"):  # of `atomic_write`s that were killed
+    for rest in folder.glob(f".*{_TEMPORARY}"):  # left by a killed `atomic_write`
       rest.unlink()
 
   def close(self) -> None:
-    """Gives the workdir back. The file stays: removing it would let two runs lock two files of one name."""
+    """Releases the lock. The file stays: if it were removed, two runs could lock two files of the same name."""
     self._file.close()
 
   def __enter__(self) -> WorkdirLock:
@@ -115,7 +115,7 @@ class WorkdirLock:
 
 
 def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
-  """Replaces a file in one step: readers and a kill see the old content or the new, never a part."""
+  """Replaces a file in one step, so that readers, also after a kill, see the old content or the new, never a part."""
   path = pathlib.Path(path)
   descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_TEMPORARY)
   try:
@@ -131,7 +131,7 @@ def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def atomic_write_json(path: str | os.PathLike[str], value: Any) -> None:
-  """Writes readable, strict JSON atomically (see `atomic_write`)."""
+  """Writes indented, strict JSON with `atomic_write`."""
   atomic_write(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("utf-8"))
 
 
@@ -142,12 +142,12 @@ def config_differences(
   may_differ: Collection[str] = (),
   may_be_missing: Collection[str] = (),
 ) -> list[str]:
-  """Lists the fields in which two nested configurations differ, one line each; tuples count as lists, as JSON has it.
+  """Lists the fields in which two nested configurations differ, one line each. Tuples equal lists, as in JSON.
 
   Args:
-    recorded: what was written earlier.
-    current: what runs now.
-    may_differ: dotted names that are not compared, a sub-config's name included.
+    recorded: the configuration that was written earlier.
+    current: the configuration of this run.
+    may_differ: dotted names of fields or sub-configs that are not compared.
     may_be_missing: dotted names that are not compared if `recorded` lacks them.
 
   >>> config_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": None})
@@ -164,41 +164,41 @@ def write_or_check_config(
   may_differ: Collection[str] = (),
   may_be_missing: Collection[str] = (),
 ) -> None:
-  """Writes `config.json` into a new workdir; in one that has it, checks that this run's configuration is the same.
+  """Writes `config.json` into a new workdir, or checks that an existing one holds the same configuration.
 
   Args:
     workdir: the run's folder.
-    config: the nested configuration, JSON values only.
-    may_differ: dotted names of fields that may change between a run and its resumption.
-    may_be_missing: dotted names of fields that the record may lack.
+    config: the nested configuration; JSON values only.
+    may_differ: dotted names of fields that may change when a run is resumed.
+    may_be_missing: dotted names of fields that an existing file may lack.
 
   Raises:
-    ValueError: the workdir holds another configuration; the message lists the fields.
+    ValueError: the workdir holds another configuration; the message lists the fields that differ.
   """
   path = pathlib.Path(workdir) / "config.json"
   if path.exists():
     try:
       recorded = untrusted_files.read_object(path)
     except ValueError as error:
-      raise ValueError(f"{error} Choose another --workdir, or remove it.") from error
+      raise ValueError(f"{error} Choose another --workdir, or remove the file.") from error
     if lines := config_differences(recorded, config, may_differ=may_differ, may_be_missing=may_be_missing):
       more = [f"... and {len(lines) - _MOST_DIFFERENCES} more"] if len(lines) > _MOST_DIFFERENCES else []
       listing = "\n  ".join(lines[:_MOST_DIFFERENCES] + more)
       raise ValueError(
-        f"Workdir {workdir} holds a run of a different config; choose another --workdir, or run with these as recorded:"
+        f"Workdir {workdir} holds a run of a different config. Choose another --workdir, or use the recorded values:"
         f"\n  {listing}"
       )
   atomic_write_json(path, config)
 
 
 def write_summary(workdir: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-  """Writes `summary.json`: `SUMMARY_KEYS` and whatever else the run has to say.
+  """Writes `summary.json`, with `SUMMARY_KEYS` and any further keys.
 
   Raises:
     ValueError: a key is missing.
   """
   if missing := [key for key in SUMMARY_KEYS if key not in summary]:
-    raise ValueError(f"summary.json needs {list(SUMMARY_KEYS)}; missing: {missing}.")
+    raise ValueError(f"summary.json must have the keys {list(SUMMARY_KEYS)}; missing: {missing}.")
   atomic_write_json(pathlib.Path(workdir) / "summary.json", summary)
 
 
@@ -224,10 +224,9 @@ def _differences(
 
 
 def delete(path: pathlib.Path) -> None:
-  """Deletes whatever is there: a folder, a file, a link (not what it points to).
+  """Deletes a folder, a file or a link (but not its target); does nothing if the path does not exist.
 
-  A folder that others still write into, as Orbax's threads do when one of them has failed, is tried again for
-  `_DELETE_TIMEOUT_S`.
+  Retries for `_DELETE_TIMEOUT_S` if other threads still write into the folder, as Orbax's do after one has failed.
   """
   if not path.is_dir() or path.is_symlink():
     path.unlink(missing_ok=True)
@@ -237,7 +236,7 @@ def delete(path: pathlib.Path) -> None:
     try:
       shutil.rmtree(path)
     except OSError as error:
-      # ENOENT: its writer has deleted or renamed something itself.
+      # ENOENT: the other writer deleted or renamed a file itself.
       if error.errno not in (errno.ENOTEMPTY, errno.ENOENT) or time.monotonic() > deadline:
         raise
       time.sleep(0.02)

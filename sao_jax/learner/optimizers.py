@@ -28,22 +28,29 @@ class Applied(NamedTuple):
   """bool: no token contributed, and the update was skipped."""
 
 
+def learning_rate(config: OptimizerConfig) -> optax.Schedule:
+  """Linear warm-up, then a cosine decay to `FINAL_RATE` of the peak, or a constant rate.
+
+  Update i (from 1) of the warm-up uses i / warmup_steps of the peak, so the first update already moves. The parts are
+  joined here because in `optax.warmup_cosine_decay_schedule` the cosine starts one update earlier.
+  """
+  peak, warmup = config.learning_rate, config.warmup_steps
+  if config.decay_steps is None:
+    after = optax.constant_schedule(peak)
+  else:
+    after = optax.cosine_decay_schedule(peak, config.decay_steps - warmup, alpha=FINAL_RATE)
+  if not warmup:
+    return after
+  return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1), after], [warmup])
+
+
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Clipping by global norm, Adam, decoupled weight decay on matrices, learning rate with linear warm-up and cosine
-  decay."""
-
-  def rate(count: jax.Array) -> jax.Array:
-    warm = jnp.minimum(1.0, (count + 1.0) / max(config.warmup_steps, 1))
-    if config.decay_steps is None:
-      return config.learning_rate * warm
-    done = jnp.clip((count - config.warmup_steps) / (config.decay_steps - config.warmup_steps), 0.0, 1.0)
-    return config.learning_rate * warm * (FINAL_RATE + (1.0 - FINAL_RATE) * 0.5 * (1.0 + jnp.cos(jnp.pi * done)))
-
+  """Clipping by global norm, Adam, decoupled weight decay on matrices, and the schedule `learning_rate`."""
   steps = [] if config.max_grad_norm is None else [optax.clip_by_global_norm(config.max_grad_norm)]
   steps.append(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps))
   if config.weight_decay:
     steps.append(optax.add_decayed_weights(config.weight_decay, mask=_is_matrix))
-  steps.append(optax.scale_by_learning_rate(rate))
+  steps.append(optax.scale_by_learning_rate(learning_rate(config)))
   return optax.chain(*steps)
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _MAX_REPLY_BYTES = 1 << 27
 """The longest text, every character escaped as twelve others."""
@@ -38,7 +38,7 @@ class TemplateRenderer:
   """
 
   def __init__(self, sources: Mapping[str, str]):
-    with needed("hf"):
+    with require_extra("hf"):
       import jinja2  # noqa: F401 (the process imports it, whose error nobody would see)
 
     self._sources = dict(sources)

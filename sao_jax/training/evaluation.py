@@ -10,6 +10,7 @@ import numpy as np
 
 from sao_jax.rollout.engine.engine import RolloutEngine
 from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.training.intervals import bootstrap_interval, wilson_interval
 from sao_jax.training.multi_process import MultiProcessRollouts
 from sao_jax.types import Domain, Environment, Params, Step, Trajectory
 
@@ -90,24 +91,6 @@ def evaluate(
     failed=num_episodes - len(done),
     trajectories=done,
   )
-
-
-def wilson_interval(successes: float, n: int, *, z: float = 1.959964) -> tuple[float, float]:
-  """The Wilson score interval of a success rate: its ends stay in [0, 1], and 0 of n is not taken for certainty.
-
-  (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n (Wilson 1927).
-
-  >>> low, high = wilson_interval(50, 100)
-  >>> round(low, 4), round(high, 4)
-  (0.4038, 0.5962)
-  """
-  if n < 1 or not 0 <= successes <= n:
-    raise ValueError(f"successes must be in [0, n] with n >= 1; received {successes} of {n}.")
-  p = successes / n
-  middle = p + z * z / (2 * n)
-  spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-  scale = 1 + z * z / n
-  return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,18 +185,3 @@ def interval_over_problems(rates: np.ndarray) -> tuple[float, float]:
   if rates.size and (rates == rates[0]).all():
     return wilson_interval(float(rates.sum()), rates.size)
   return bootstrap_interval(rates)
-
-
-def bootstrap_interval(values: np.ndarray, *, resamples: int = 10_000) -> tuple[float, float]:
-  """The 2.5 and 97.5 percentiles of the means of resamples of `values` (with a fixed seed).
-
-  >>> bootstrap_interval(np.array([0.5, 0.5, 0.5]))
-  (0.5, 0.5)
-  """
-  if values.ndim != 1 or not values.size:
-    raise ValueError(f"values must be one or more numbers in a row; received shape {values.shape}.")
-  rng = np.random.default_rng(0)
-  # One by one: 10,000 resamples of a large set at once would take much memory.
-  means = [values[rng.integers(values.size, size=values.size)].mean() for _ in range(resamples)]
-  low, high = np.percentile(means, [2.5, 97.5])
-  return float(low), float(high)

@@ -1,1 +1,1 @@
-"""Small helpers that need nothing else of the library."""
+"""Helpers that do not depend on the rest of the library."""

@@ -1,4 +1,4 @@
-"""Packages that are not installed with the library, and the extra of `setup.py` that brings each."""
+"""Optional packages, and the extra that installs each."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 
 class MissingExtraError(ImportError):
-  """What was asked for needs packages that are not installed; the message says how to get them."""
+  """An optional package is not installed; the message says how to install it."""
 
 
 @contextlib.contextmanager
-def needed(extra: str) -> Iterator[None]:
-  """Around imports of what an extra brings.
+def require_extra(extra: str) -> Iterator[None]:
+  """Wraps imports of packages that an extra installs.
 
   Args:
-    extra: its name in `setup.py`.
+    extra: its name in `pyproject.toml`.
 
   Raises:
-    MissingExtraError: a package is not there.
+    MissingExtraError: a package is not installed.
   """
   try:
     yield

@@ -1,4 +1,4 @@
-"""The end of a command's process, whatever threads are left in it."""
+"""Exit of a command's process, even if threads are still running in it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ import threading
 import time
 from collections.abc import Iterator
 
-_PATIENCE_S = 3.0
+_TIMEOUT_S = 3.0
+"""Time that threads have to end."""
 _OURS = "sao_jax-"
-"""Threads of this library are daemons: what hangs in an environment, or in the compiler, is left behind."""
+"""Name prefix of this library's threads. They are daemons, so one that hangs in an environment or in the compiler does
+not keep the process alive."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def whatever_is_left() -> Iterator[None]:
-  """Around a command's `main`: the process ends with it, with its exit code, though threads are still running.
+def exit_after_main() -> Iterator[None]:
+  """Wraps a command's `main`: the process exits when it returns, with its exit code, even if threads still run.
 
-  Python waits for threads that are no daemons (an environment may have begun some), and it ends the others in a way
-  that aborts the process if they are in C++ (compiling, say). Nor does it take every object apart at the end, for which
-  a loaded machine needs longer than a signal leaves it. What is registered with `atexit` is done, unless a thread is
-  left: it may wait for that.
+  A normal exit of Python waits for threads that are not daemons, which an environment may have started. It stops daemon
+  threads in a way that aborts the process if they are in C++ (compiling, for example), and it destroys every object,
+  which on a loaded machine takes longer than the time between two signals. Functions registered with `atexit` run
+  unless a thread is left, as they may wait for it.
   """
   try:
     yield
   finally:
-    code = _tell(sys.exc_info()[1])
+    code = _report(sys.exc_info()[1])
     if names := _left():
-      _log.warning("Threads still run at the end and are given up: %s", ", ".join(names))
+      _log.warning("Exiting while threads are still running: %s", ", ".join(names))
     else:
       atexit._run_exitfuncs()
     logging.shutdown()
@@ -43,8 +45,8 @@ def whatever_is_left() -> Iterator[None]:
 
 
 def _left() -> list[str]:
-  """Names of the threads that are in the way, after a while."""
-  until = time.monotonic() + _PATIENCE_S
+  """Returns the names of threads that would block or crash the exit, after waiting for them."""
+  until = time.monotonic() + _TIMEOUT_S
   while True:
     me = threading.current_thread()
     left = [x.name for x in threading.enumerate() if x is not me and (not x.daemon or x.name.startswith(_OURS))]
@@ -53,8 +55,8 @@ def _left() -> list[str]:
     time.sleep(0.05)
 
 
-def _tell(error: BaseException | None) -> int:
-  """Prints an exception as the interpreter would; returns the exit code that goes with it."""
+def _report(error: BaseException | None) -> int:
+  """Prints an exception as the interpreter would and returns its exit code."""
   if error is None:
     return 0
   if not isinstance(error, SystemExit):

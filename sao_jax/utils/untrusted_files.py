@@ -1,4 +1,4 @@
-"""Small files that come from elsewhere, read whole: within bounds, and what is wrong with one is told by its name."""
+"""Bounded reading of untrusted files; error messages name the file."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 MOST_BYTES = 1 << 26
-"""Of a file of JSON; parsed it takes some twenty times as much."""
+"""Size limit of a JSON file; the parsed values take about twenty times as much memory."""
 _MOST_GGUF_VALUES = 4_000_000
-"""A vocabulary of 256 thousand needs two million."""
+"""Limit on values outside tensors; a vocabulary of 256 thousand tokens needs two million."""
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-  """Refuses what would never end when it is read: pipes, sockets, devices. Links are followed.
+  """Refuses pipes, sockets and devices, which may never end when read. Links are followed.
 
   Raises:
-    OSError: nothing is there, or a folder.
-    ValueError: it is no regular file.
+    OSError: the path does not exist or is a folder.
+    ValueError: it is not a regular file.
   """
   mode = os.stat(path).st_mode
   if stat.S_ISDIR(mode):
@@ -34,16 +34,16 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def check_inside(folder: str | os.PathLike[str], name: Any) -> pathlib.Path:
-  """Path of a regular file that a listing in `folder` names. Nothing is opened.
+  """Returns the path of a regular file that a listing in `folder` names. Opens nothing.
 
   Raises:
-    OSError: there is no such file, or it is a folder.
+    OSError: the file does not exist or is a folder.
     ValueError: `name` is not a relative path, or it (or a link on its way) leads out of the folder or to a pipe, socket
       or device.
   """
   parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) else ()
   if not parts or "\0" in name or name.startswith("/") or ".." in parts:
-    raise ValueError(f"a listing must name files by their paths inside {folder}; received {name!r:.200}.")
+    raise ValueError(f"a listing must name files by relative paths inside {folder}; received {name!r:.200}.")
   path = pathlib.Path(folder, name)
   _check_target(pathlib.Path(os.path.realpath(folder)), path)
   check_regular(path)
@@ -51,11 +51,11 @@ def check_inside(folder: str | os.PathLike[str], name: Any) -> pathlib.Path:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-  """Refuses a folder that holds anything else than regular files, folders, and links that stay inside it.
+  """Refuses a folder that holds anything but regular files, folders, and links to targets inside it.
 
   Raises:
-    OSError: the folder cannot be read, or a link leads nowhere.
-    ValueError: a link that leads out of the folder, a pipe, a socket or a device; the message names it.
+    OSError: the folder cannot be read, or a link is broken.
+    ValueError: it holds a link that leads out of it, a pipe, a socket or a device; the message names it.
   """
   root = pathlib.Path(os.path.realpath(folder))
   waiting = [root]
@@ -74,15 +74,15 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
 def _check_target(root: pathlib.Path, path: pathlib.Path) -> None:
   target = pathlib.Path(os.path.realpath(path, strict=True))
   if not target.is_relative_to(root):
-    raise ValueError(f"{path} must stay inside its folder; it is a link to {target}.")
+    raise ValueError(f"{path} must stay inside its folder; received a link to {target}.")
 
 
 def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> str:
-  """The text of a file.
+  """Returns the text of a file.
 
   Raises:
-    FileNotFoundError: there is none.
-    ValueError: it is no regular file, larger than `most_bytes`, or not UTF-8; the message names it.
+    FileNotFoundError: the file does not exist.
+    ValueError: it is not a regular file, is larger than `most_bytes`, or is not UTF-8; the message names it.
   """
   check_regular(path)
   with open(path, "rb") as file:
@@ -92,41 +92,41 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> 
   try:
     return content.decode("utf-8")
   except UnicodeDecodeError as error:
-    raise ValueError(f"{path} must be text in UTF-8: {error.reason} at byte {error.start}.") from error
+    raise ValueError(f"{path} must be UTF-8 text: {error.reason} at byte {error.start}.") from error
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """The JSON object that a file holds; errors as of `read_text`, and ValueError for anything else than an object."""
+  """Returns the JSON object in a file. Raises like `read_text`, and ValueError if the file holds anything else."""
   text = read_text(path)
   try:
     values = json.loads(text)
   except ValueError as error:
     raise ValueError(f"{path} must be JSON: {error}") from error
   except RecursionError as error:
-    raise ValueError(f"{path} must be JSON that is not so deeply nested.") from error
+    raise ValueError(f"{path} must be JSON that is less deeply nested.") from error
   if not isinstance(values, dict):
     raise ValueError(f"{path} must be a JSON object; received {type(values).__name__}.")
   return values
 
 
 def read_object_if_there(path: pathlib.Path) -> dict[str, Any]:
-  """As `read_object`; empty where there is no such file."""
+  """Returns the JSON object in a file, or an empty one if the file does not exist. Raises like `read_object`."""
   return read_object(path) if path.exists() else {}
 
 
 def open_gguf(path: str | os.PathLike[str]) -> Any:
-  """A reader of a GGUF file, `gguf.GGUFReader`, that does not believe what the file says of its own sizes.
+  """Returns a `gguf.GGUFReader` of a file that checks the sizes which the file claims.
 
   Raises:
     MissingExtraError: the optional package `gguf` is not installed.
-    FileNotFoundError: nothing is there.
-    ValueError: it is no whole GGUF file; the message names it.
+    FileNotFoundError: the file does not exist.
+    ValueError: it is not a complete GGUF file; the message names it.
   """
-  with needed("gguf"):
+  with require_extra("gguf"):
     import gguf
 
   class Reader(gguf.GGUFReader):
-    """Its base reads past the end as nothing, however often, and keeps an object for every value of an array."""
+    """Bounds the base class, which reads nothing past the end without an error and keeps an object per array value."""
 
     left = _MOST_GGUF_VALUES
 
@@ -135,11 +135,11 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
       if self.left < 0:
         raise ValueError(f"it has more than {_MOST_GGUF_VALUES} values outside its tensors")
       if int(offset) + int(count) * np.dtype(dtype).itemsize > self.data.size:
-        raise ValueError(f"it says that {int(count)} values are at byte {int(offset)}; it has {self.data.size} bytes")
+        raise ValueError(f"it claims {int(count)} values at byte {int(offset)}, but has {self.data.size} bytes")
       return super()._get(offset, dtype, count, *rest, **more)
 
   check_regular(path)
   try:
     return Reader(os.fspath(path))
-  except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:  # its parser raises them all
+  except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:  # the parser raises all of these
     raise ValueError(f"{path} is not a valid GGUF file: {error}") from error

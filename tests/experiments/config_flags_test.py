@@ -132,16 +132,16 @@ def test_overrides(command):
     ("--config.inner.eps_low=2", r"--config: config\.inner: eps_low must be in \[0, 1\]; received 2"),
     (
       "--config=nowhere.py",
-      r"received 'nowhere\.py', which is none\. There are\n(.*\n)+.*tool_math_cpu\.py  The main job",
+      r"no preset 'nowhere\.py'\. Available presets:\n(.*\n)+.*tool_math_cpu\.py  The main job",
     ),
     ("--config=README.md", r"--config=README\.md is not a Python file: .*line \d+"),
     (
       "--config=experiments/presets/published.py",
-      r"it has no get_config\(\)\. There are\n  experiments/presets/ablation",
+      r"it has no get_config\(\)\. Available presets:\n  experiments/presets/ablation",
     ),
     (
       "--config=experiments/presets/small_cpu.py:fast",
-      r"small_cpu\.py takes nothing behind a colon; received '.*:fast'",
+      r"small_cpu\.py takes no argument after a colon; received '.*:fast'",
     ),
     ("--config=experiments/presets/tool_math_cpu.py:fast", r"cpu\.py:fast: budget must be 'full' or 'quick'; received"),
     ("--confg=x", "Unknown command line flag 'confg'"),

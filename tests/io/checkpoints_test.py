@@ -260,7 +260,7 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(TypeError, match="not JSON serializable"):
       checkpointer.save(1, {"a": jnp.zeros(1)}, {"x": object()})
     checkpointer.save(1, {"a": jnp.zeros(1)}, {})
-    with pytest.raises(ValueError, match="already there"):
+    with pytest.raises(ValueError, match="already exists"):
       checkpointer.save(1, {"a": jnp.zeros(1)}, {})
 
 
@@ -341,7 +341,7 @@ def test_names_and_links_that_are_no_checkpoints_of_ours(tmp_path, caplog):
   assert (outside / "kept").exists() and not list(folder.glob("*.partial")) and not list(folder.glob("*.deleted"))
   # A copy under another name holds another step's state.
   shutil.copytree(folder / "1", folder / "9")
-  assert restored_step(tmp_path) == 2 and "it is that of step 1, under another name" in caplog.text
+  assert restored_step(tmp_path) == 2 and "it is the checkpoint of step 1 under another name" in caplog.text
 
 
 @pytest.mark.parametrize("listing", ["[" * 100_000, "[]", "null", '{"crc32": NaN}', "\x00" * 100])
@@ -394,12 +394,12 @@ def make_folder(folder):
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda _: "/dev/zero", "must name files by their paths inside"),
-    (lambda folder: str(folder / "files.json"), "must name files by their paths inside"),
-    (make_outside_file, "must name files by their paths inside"),
-    (lambda _: "", "must name files by their paths inside"),
-    (lambda _: "a\0b", "must name files by their paths inside"),
-    (make_link("/dev/zero"), "must stay inside its folder; it is a link to /dev/zero"),
+    (lambda _: "/dev/zero", "must name files by relative paths inside"),
+    (lambda folder: str(folder / "files.json"), "must name files by relative paths inside"),
+    (make_outside_file, "must name files by relative paths inside"),
+    (lambda _: "", "must name files by relative paths inside"),
+    (lambda _: "a\0b", "must name files by relative paths inside"),
+    (make_link("/dev/zero"), "must stay inside its folder; received a link to /dev/zero"),
     (make_link("link"), "Too many levels"),
     (make_linked_folder, "must stay inside its folder"),
     (make_pipe, "pipe must be a regular file"),

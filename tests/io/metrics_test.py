@@ -100,7 +100,7 @@ def test_missing_rows_are_reported(tmp_path, caplog):
 @pytest.mark.parametrize(
   ("step", "row", "message"),
   [
-    (2, values(2), "next metrics row is that of step 1; received step 2"),
+    (2, values(2), "step must be 1, the next one; received 2"),
     (1, {"reward_mean": 1.0}, "lack .*'policy_version'"),
     (1, values(1, entropy="high"), "'entropy' must be a scalar number; received 'high'"),
     (1, values(1, entropy=np.zeros(2)), "'entropy' must be a scalar number"),
@@ -118,18 +118,18 @@ def test_bad_rows_are_refused_and_leave_no_trace(tmp_path, step, row, message):
 @pytest.mark.parametrize(
   ("content", "message"),
   [
-    ('{"step": 1}\nnonsense\n', r"metrics\.jsonl:2: not a line of JSON"),
-    ('{"step": NaN}\n', r"metrics\.jsonl:1: not a line of JSON: NaN"),
-    ("[1]\n", r"metrics\.jsonl:1: a JSON object is wanted; received list"),
+    ('{"step": 1}\nnonsense\n', r"metrics\.jsonl:2: not valid JSON"),
+    ('{"step": NaN}\n', r"metrics\.jsonl:1: not valid JSON: NaN"),
+    ("[1]\n", r"metrics\.jsonl:1: a line must be a JSON object; received list"),
     ('{"step": "1"}\n', r"metrics\.jsonl:1: key 'step' must be an integer; received '1'"),
     ('{"step": true}\n', r"metrics\.jsonl:1: key 'step' must be an integer; received True"),
     (
       '{"step": 1, "loss": "x"}\n',
       r"metrics\.jsonl:1: key 'loss' must be a number or null; received 'x'",
     ),
-    ('{"step": 1, "loss": 1e999}\n', r"metrics\.jsonl:1: not a line of JSON: 1e999 is no number"),
-    (b'{"step": 1, "\xff": 1}\n', r"metrics\.jsonl:1: not a line of JSON"),
-    ("[" * 100_000 + "\n", r"metrics\.jsonl:1: not a line of JSON"),
+    ('{"step": 1, "loss": 1e999}\n', r"metrics\.jsonl:1: not valid JSON: 1e999 is out of range"),
+    (b'{"step": 1, "\xff": 1}\n', r"metrics\.jsonl:1: not valid JSON"),
+    ("[" * 100_000 + "\n", r"metrics\.jsonl:1: not valid JSON"),
   ],
 )
 def test_malformed_files_are_named_with_their_line(tmp_path, content, message):

@@ -105,7 +105,7 @@ def test_resume_drops_samples_of_later_steps(tmp_path):
     ({"ended": 1}, "key 'ended' must be a str"),
     ({"success": 1}, "key 'success' must be a bool"),
     ({"episode_id": "8"}, "key 'episode_id' must be an integer"),
-    ({"text": "\ud800"}, "key 'text' must be text that UTF-8 can hold"),
+    ({"text": "\ud800"}, "key 'text' must be valid Unicode"),
     ({"success": "x" * 10_000}, "key 'success' must be a bool; received 'x{199}$"),
     ({"surprise": 1}, r"unknown keys \['surprise'\]"),
   ],
@@ -122,7 +122,7 @@ def test_bad_rows_name_line_and_key(tmp_path, change, message):
 def test_many_keys_of_which_one_is_twice_are_read_in_linear_time(tmp_path):
   keys = b",".join(b'"k%d":0' % i for i in range(100_000))
   (tmp_path / "t.jsonl").write_bytes(b"{" + keys + b',"k99999":1}\n')
-  with pytest.raises(ValueError, match="key 'k99999' is there twice"):
+  with pytest.raises(ValueError, match="key 'k99999' occurs twice"):
     trajectories.read(tmp_path / "t.jsonl")
 
 
@@ -139,19 +139,19 @@ LINE = json.dumps(trajectories.to_json(make())).encode()
 @pytest.mark.parametrize(
   ("line", "message"),
   [
-    (LINE.replace(b'"text": "', b'"text": "\xff\xfe'), "not a line of JSON: .*utf-8"),
-    (LINE[:-1] + b', "step": 3}', "key 'step' is there twice"),
+    (LINE.replace(b'"text": "', b'"text": "\xff\xfe'), "not valid JSON: .*utf-8"),
+    (LINE[:-1] + b', "step": 3}', "key 'step' occurs twice"),
     (LINE.replace(b"-0.1", b"NaN", 1), "NaN is not JSON"),
-    (LINE.replace(b"-0.1", b"-1e999", 1), r"-1e999\d* is no number that a float can hold"),
+    (LINE.replace(b"-0.1", b"-1e999", 1), r"-1e999\d* is out of range for a float"),
     (LINE.replace(b"-0.1", b"-Infinity", 1), "-Infinity is not JSON"),
-    (LINE.replace(b'"text": "', b'"text": ' + b"[" * 100_000), "not a line of JSON"),
-    (LINE.replace(b"[0, 1, 2, 3]", b"[" + b"9" * 5000 + b"]"), "not a line of JSON"),
+    (LINE.replace(b'"text": "', b'"text": ' + b"[" * 100_000), "not valid JSON"),
+    (LINE.replace(b"[0, 1, 2, 3]", b"[" + b"9" * 5000 + b"]"), "not valid JSON"),
     (LINE.replace(b"[0, 1, 2, 3]", b"[[[0]], 1, 2, 3]"), r"key 'tokens\[0\]' must be an integer"),
     (LINE.replace(b'"num_turns": 1', b'"num_turns": 1000000'), "key 'num_turns' must be an integer in .1, 2."),
     (LINE.replace(b'"num_turns": 1', b'"num_turns": 0'), "key 'num_turns' must be an integer in .1, 2."),
-    (b"[1, 2]", "a JSON object is wanted; received list"),
+    (b"[1, 2]", "a line must be a JSON object; received list"),
     (b'{"__class__": "os.system"}', "missing keys"),
-    (b"\x80\x04\x95", "not a line of JSON"),
+    (b"\x80\x04\x95", "not valid JSON"),
   ],
 )
 def test_hostile_lines_are_refused_by_number(tmp_path, line, message):
@@ -181,5 +181,5 @@ def test_any_damage_to_a_line_is_refused_or_harmless(tmp_path_factory, data):
 def test_a_huge_line_is_refused_before_it_is_held(tmp_path):
   path = tmp_path / "t.jsonl"
   path.write_bytes(b"x" * 2000)
-  with pytest.raises(ValueError, match=r"t\.jsonl:1: a line of more than 1000 bytes"):
+  with pytest.raises(ValueError, match=r"t\.jsonl:1: a line must have at most 1000 bytes"):
     list(jsonl.read_rows(path, max_line_bytes=1000))

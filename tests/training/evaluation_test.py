@@ -9,7 +9,8 @@ import pytest
 import scipy.stats
 
 from sao_jax.training import evaluation
-from sao_jax.training.evaluation import BothSplits, wilson_interval
+from sao_jax.training.evaluation import BothSplits
+from sao_jax.training.intervals import bootstrap_interval, wilson_interval
 from sao_jax.types import Trajectory
 from tests.tiny_domain import TinyEnv, tiny_domain
 
@@ -104,12 +105,12 @@ def test_known_episodes_of_other_tasks_are_refused() -> None:
 
 def test_interval_over_problems_is_scipys_bootstrap() -> None:
   values = np.random.default_rng(1).beta(0.5, 0.5, size=60)
-  found = evaluation.bootstrap_interval(values)
+  found = bootstrap_interval(values)
   want = scipy.stats.bootstrap((values,), np.mean, method="percentile", rng=0).confidence_interval
   np.testing.assert_allclose(found, (want.low, want.high), atol=0.01)
   assert evaluation.interval_over_problems(values) == found
   with pytest.raises(ValueError, match=r"received shape \(0,\)"):
-    evaluation.bootstrap_interval(np.zeros(0))
+    bootstrap_interval(np.zeros(0))
   with pytest.raises(ValueError, match=r"received shape \(0,\)"):
     evaluation.interval_over_problems(np.zeros(0))
 

@@ -1,4 +1,9 @@
-"""Checked reading of a JSON request: each field is taken by name and type, and what is left over is refused."""
+"""Checked reading of a JSON request: each field is taken by name and type, and unknown fields are refused.
+
+Written by hand because pydantic keeps the last of two fields with the same name and accepts `true` and `1.0` where a
+`Literal` allows 1 only. Its messages would need translation, as those here name the field, the allowed values and the
+received one; and the `serve` extra would gain a dependency.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any
 
 
 class BadRequestError(Exception):
-  """A request that is refused; `field` names the culprit."""
+  """A request is refused; `field` is the name of the offending field, if there is one."""
 
   def __init__(self, message: str, *, field: str | None = None, status: int = 400):
     super().__init__(message)
@@ -25,7 +30,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   fields: dict[str, Any] = {}
   for name, value in pairs:
     if name in fields:
-      raise ValueError(f"{name:.80} is there twice")
+      raise ValueError(f"{name:.80} occurs twice")
     fields[name] = value
   return fields
 
@@ -42,8 +47,11 @@ class RequestFields:
   sao_jax.rollout.server.request_fields.BadRequestError: n must be 1; received 2.
 
   Args:
-    body: JSON text, or the parsed value of a field that is an object itself.
-    prefix: what the names in messages begin with.
+    body: JSON text, or the parsed value of a field that is itself an object.
+    prefix: prefix of field names in messages.
+
+  Raises:
+    BadRequestError: the body is not a JSON object, or a field occurs twice.
   """
 
   def __init__(self, body: bytes | Mapping[str, Any], prefix: str = ""):
@@ -58,7 +66,7 @@ class RequestFields:
     self._prefix = prefix
 
   def integer(self, name: str, *, low: int, high: int, default: int | None = None) -> int | None:
-    """An integer in [low, high]; null or missing gives `default`."""
+    """Takes an integer in [low, high]; `default` if null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return default
@@ -67,7 +75,7 @@ class RequestFields:
     return value
 
   def number(self, name: str, *, default: float) -> float:
-    """A finite number; null or missing gives `default`."""
+    """Takes a finite number; `default` if null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return default
@@ -80,7 +88,7 @@ class RequestFields:
     return number
 
   def boolean(self, name: str, *, default: bool = False) -> bool:
-    """True or false; null or missing gives `default`."""
+    """Takes a boolean; `default` if null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return default
@@ -89,7 +97,7 @@ class RequestFields:
     return value
 
   def text(self, name: str, *, max_chars: int = 4096) -> str | None:
-    """A string; None if it is null or missing."""
+    """Takes a string; None if null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return None
@@ -100,7 +108,7 @@ class RequestFields:
     return value
 
   def ids(self, name: str) -> list[int] | None:
-    """A list of token ids; None if it is null or missing."""
+    """Takes a list of token ids; None if null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return None
@@ -109,18 +117,18 @@ class RequestFields:
     return value
 
   def nested(self, name: str) -> RequestFields:
-    """The fields of an object inside; null or missing is an empty one."""
+    """Takes the fields of a nested object; an empty one if null or missing."""
     value = self._rest.pop(name, None)
     if value is not None and not isinstance(value, dict):
       raise self._wrong(name, "an object", value)
     return RequestFields(value or {}, prefix=f"{self._prefix}{name}.")
 
   def is_text(self, name: str) -> bool:
-    """Whether the field is a string."""
+    """Returns whether the field is a string; does not take it."""
     return isinstance(self._rest.get(name), str)
 
   def finish(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses every field that was not taken, unless it is in `neutral` with a value that asks for nothing."""
+    """Refuses every field that was not taken, unless `neutral` lists its value as one without effect."""
     for name, value in self._rest.items():
       if name not in neutral:
         raise BadRequestError(f"unknown field {self._prefix}{name:.80}.", field=f"{self._prefix}{name:.80}")

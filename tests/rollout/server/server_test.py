@@ -325,7 +325,7 @@ REFUSED = {
   "model": ("/v1/completions", {"prompt": [3], "model": "gpt"}, 404, "model must be tiny; received gpt"),
   "logprobs": ("/v1/completions", {"prompt": [3], "logprobs": 5}, 400, "logprobs must be an integer in [0, 0]"),
   "not_an_object": ("/generate", [1, 2], 400, "must be a JSON object; received list"),
-  "twice": ("/generate", b'{"input_ids": [3], "input_ids": [4]}', 400, "input_ids is there twice"),
+  "twice": ("/generate", b'{"input_ids": [3], "input_ids": [4]}', 400, "input_ids occurs twice"),
   "not_json": ("/generate", b"{", 400, "the body must be JSON"),
   "not_utf8": ("/generate", b"\xff\xfe{", 400, "the body must be JSON"),
   "deep": ("/generate", b"[" * 10_000, 400, "the body must be JSON"),
