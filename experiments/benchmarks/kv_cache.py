@@ -1,6 +1,6 @@
 """Feeding a context again against copying its cache: `python -m experiments.benchmarks.kv_cache`.
 
-`Sampler.copy_pays` decides by figures of the machine: the FLOPs that prefill does in the time of a copy, and in that
+`Sampler.copy_is_cheaper` decides by figures of the machine: the FLOPs that prefill does in the time of a copy, and in that
 of each byte of it. This measures copies of two sizes, to the host and back and inside the device, beside feeding
 contexts of several lengths, and says from which length on a copy is the cheaper one, measured and by the rule.
 """
@@ -53,12 +53,12 @@ def measure(params: Params, *, slots: int, max_len: int, repeats: int) -> dict[s
   fed = [_best(lambda length=length: feed(length), sampler, repeats) for length in lengths]
   result: dict[str, Any] = {"max_len": max_len, "row_bytes": row_bytes, "ms_to_feed": [1e3 * x for x in fed]}
   for name, to_host in (("host", True), ("device", False)):
-    copied = _best(lambda to_host=to_host: sampler.restore(1, sampler.save(0, to_host=to_host)), sampler, repeats)
+    copied = _best(lambda to_host=to_host: sampler.write_row(1, sampler.read_row(0, to_host=to_host)), sampler, repeats)
     result[name] = {
       "ms_to_copy": 1e3 * copied,
       "flops_per_copy": 2.0 * parameters * lengths[-1] / fed[-1] * copied,
       "pays_from": next((n for n, seconds in zip(lengths, fed, strict=True) if seconds > copied), None),
-      "pays_from_by_rule": next((n for n in lengths if sampler.copy_pays(params, n, to_host=to_host)), None),
+      "pays_from_by_rule": next((n for n in lengths if sampler.copy_is_cheaper(params, n, to_host=to_host)), None),
     }
   sampler.close()
   return result

@@ -1,4 +1,4 @@
-"""Checked reading of a JSON request: each field is taken by name and type, and what is left over is refused."""
+"""Typed access to the fields of a JSON request; unknown fields are rejected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 
 
 class BadRequestError(Exception):
-  """A request that is refused; `field` names the culprit."""
+  """A request is rejected.
+
+  Args:
+    message: names the problem; it is sent to the client.
+    field: name of the wrong field, if it is one.
+    status: HTTP status of the response.
+  """
 
   def __init__(self, message: str, *, field: str | None = None, status: int = 400):
     super().__init__(message)
@@ -25,13 +31,13 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   fields: dict[str, Any] = {}
   for name, value in pairs:
     if name in fields:
-      raise ValueError(f"{name:.80} is there twice")
+      raise ValueError(f"key {name:.80} occurs twice")
     fields[name] = value
   return fields
 
 
 class RequestFields:
-  """The fields of a request body.
+  """Fields of a request body. Each method takes a field out; `finish` rejects those that remain.
 
   >>> fields = RequestFields(b'{"max_tokens": 5, "n": 2}')
   >>> fields.integer("max_tokens", low=1, high=8)
@@ -42,8 +48,11 @@ class RequestFields:
   sao_jax.rollout.server.request_fields.BadRequestError: n must be 1; received 2.
 
   Args:
-    body: JSON text, or the parsed value of a field that is an object itself.
-    prefix: what the names in messages begin with.
+    body: JSON text, or the parsed value of a nested object.
+    prefix: prefix of field names in messages.
+
+  Raises:
+    BadRequestError: the body is no JSON object. All methods raise it for a wrong value.
   """
 
   def __init__(self, body: bytes | Mapping[str, Any], prefix: str = ""):
@@ -58,7 +67,7 @@ class RequestFields:
     self._prefix = prefix
 
   def integer(self, name: str, *, low: int, high: int, default: int | None = None) -> int | None:
-    """An integer in [low, high]; null or missing gives `default`."""
+    """Takes an integer in [low, high]; `default` if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return default
@@ -67,7 +76,7 @@ class RequestFields:
     return value
 
   def number(self, name: str, *, default: float) -> float:
-    """A finite number; null or missing gives `default`."""
+    """Takes a finite number; `default` if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return default
@@ -80,7 +89,7 @@ class RequestFields:
     return number
 
   def boolean(self, name: str, *, default: bool = False) -> bool:
-    """True or false; null or missing gives `default`."""
+    """Takes true or false; `default` if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return default
@@ -89,7 +98,7 @@ class RequestFields:
     return value
 
   def text(self, name: str, *, max_chars: int = 4096) -> str | None:
-    """A string; None if it is null or missing."""
+    """Takes a string of 1 to `max_chars` characters; None if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return None
@@ -100,7 +109,7 @@ class RequestFields:
     return value
 
   def ids(self, name: str) -> list[int] | None:
-    """A list of token ids; None if it is null or missing."""
+    """Takes a list of integers; None if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return None
@@ -109,18 +118,22 @@ class RequestFields:
     return value
 
   def nested(self, name: str) -> RequestFields:
-    """The fields of an object inside; null or missing is an empty one."""
+    """Takes a nested object; an empty one if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is not None and not isinstance(value, dict):
       raise self._wrong(name, "an object", value)
     return RequestFields(value or {}, prefix=f"{self._prefix}{name}.")
 
   def is_text(self, name: str) -> bool:
-    """Whether the field is a string."""
+    """Whether the field is a string; does not take it."""
     return isinstance(self._rest.get(name), str)
 
   def finish(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses every field that was not taken, unless it is in `neutral` with a value that asks for nothing."""
+    """Rejects all remaining fields, except null and the values in `neutral`, which change nothing.
+
+    Args:
+      neutral: names of known but unsupported fields, each with the values that are accepted.
+    """
     for name, value in self._rest.items():
       if name not in neutral:
         raise BadRequestError(f"unknown field {self._prefix}{name:.80}.", field=f"{self._prefix}{name:.80}")
