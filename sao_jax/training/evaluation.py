@@ -1,4 +1,4 @@
-"""Success on held-out tasks: pass@1 at the engine's temperature, with an interval that says how much to believe."""
+"""Evaluation on held-out tasks: pass@1 at the engine's temperature, with a 95 % interval."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from sao_jax.training.multi_process import MultiProcessRollouts
 from sao_jax.types import Domain, Environment, Params, Step, Trajectory
 
 EVALUATION_SEED = 2**31
-"""Sampling noise of evaluations: the same before and after training, and no training call's."""
+"""Seed of evaluations: the same before and after training, and different from that of every training call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-  """Result over `n` episodes, one per held-out task."""
+  """Result of an evaluation with `n` episodes on held-out tasks."""
 
   success_rate: float
+  """Share of successful episodes, in [0, 1]."""
   n: int
   low: float
-  """Ends of the 95 % Wilson interval of the success rate."""
+  """Lower end of the 95 % Wilson interval of the success rate."""
   high: float
+  """Upper end of this interval."""
   turns_mean: float
+  """Mean number of actions; NaN if all episodes failed."""
   failed: int
-  """Episodes that broke (an environment that raised, say); they count as not solved."""
+  """Number of failed episodes (an environment that raised, say). They count as not solved."""
   trajectories: tuple[Trajectory, ...]
 
 
 class BothSplits(Environment):
-  """One environment over both splits: task `num_train_tasks + i` is held-out task i. So one engine serves both."""
+  """Environment over both splits, so that one engine serves both: task `num_train_tasks + i` is held-out task i."""
 
   def __init__(self, domain: Domain):
     self._domain = domain
@@ -66,11 +69,14 @@ def evaluate(
   """Runs one episode on each of the first `num_episodes` held-out tasks.
 
   Args:
-    engine: `Components.rollouts`, or an engine over `BothSplits` environments; nothing else may be running in it.
+    engine: `Components.rollouts`, or an idle engine over `BothSplits` environments.
     domain: the tasks.
     params: the policy on the engine's devices (`Placement.for_engine`); not donated.
-    num_episodes: at least 1; more than there are tasks starts over with new noise.
-    version: recorded in the trajectories.
+    num_episodes: at least 1. If there are fewer tasks, they repeat with different sampling noise.
+    version: policy version to record in the trajectories.
+
+  Raises:
+    ValueError: `num_episodes` is below 1.
   """
   if num_episodes < 1:
     raise ValueError(f"num_episodes must be >= 1; received {num_episodes}.")
@@ -93,9 +99,16 @@ def evaluate(
 
 
 def wilson_interval(successes: float, n: int, *, z: float = 1.959964) -> tuple[float, float]:
-  """The Wilson score interval of a success rate: its ends stay in [0, 1], and 0 of n is not taken for certainty.
+  """Computes the Wilson score interval of a success rate.
 
-  (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n (Wilson 1927).
+    (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n),   p = successes / n   (Wilson 1927)
+
+  Its ends stay in [0, 1], and its width is not 0 for 0 or n successes.
+
+  Args:
+    successes: in [0, n]; may be a sum of rates.
+    n: number of attempts, at least 1.
+    z: normal quantile; the default is that of 95 %.
 
   >>> low, high = wilson_interval(50, 100)
   >>> round(low, 4), round(high, 4)
@@ -112,19 +125,24 @@ def wilson_interval(successes: float, n: int, *, z: float = 1.959964) -> tuple[f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassAtOne:
-  """Success of one attempt, averaged over several runs of the same problems."""
+  """Success rate of one attempt (pass@1), averaged over several runs of the same problems."""
 
   mean: float
+  """Mean success rate, in [0, 1]."""
   low: float
-  """Ends of the 95 % interval over problems, `interval_over_problems`."""
+  """Lower end of the 95 % interval over problems, see `interval_over_problems`."""
   high: float
+  """Upper end of this interval."""
   by_run: tuple[float, ...]
+  """Success rate of each run."""
   num_runs: int
   num_problems: int
   turns_mean: float
+  """Mean number of actions; NaN if all episodes failed."""
   truncated: int
+  """Number of truncated episodes."""
   failed: int
-  """Episodes that broke; they count as not solved."""
+  """Number of failed episodes; they count as not solved."""
 
 
 def evaluate_runs(
@@ -139,16 +157,16 @@ def evaluate_runs(
   """Runs every held-out task `num_runs` times, and measures pass@1.
 
   Args:
-    engine: as for `evaluate`.
+    engine: see `evaluate`.
     domain: the tasks.
-    params: as for `evaluate`.
+    params: see `evaluate`.
     num_runs: at least 1.
-    known: trajectories of an evaluation that was stopped; their episodes are not run again. An episode's samples are
-      those of its number, so the result is that of an evaluation in one go.
-    on_done: told of every new trajectory as it ends.
+    known: trajectories of an interrupted evaluation; their episodes are not run again. Samples depend on the number of
+      the episode, so the result is that of an uninterrupted evaluation.
+    on_done: called with every new trajectory.
 
   Raises:
-    ValueError: `num_runs` < 1, or `known` holds an episode that this evaluation does not have.
+    ValueError: `num_runs` is below 1, or a trajectory in `known` belongs to another set of tasks.
   """
   if num_runs < 1:
     raise ValueError(f"num_runs must be >= 1; received {num_runs}.")
@@ -158,7 +176,7 @@ def evaluate_runs(
     if x.task_index != domain.num_train_tasks + x.episode_id % n:
       raise ValueError(
         f"known: episode {x.episode_id} must be of task {domain.num_train_tasks + x.episode_id % n}; received "
-        f"{x.task_index}: it is of another set of tasks."
+        f"{x.task_index}, from another set of tasks."
       )
   requests = [
     EpisodeRequest(task_index=domain.num_train_tasks + i % n, episode_id=i, group_id=i)
@@ -186,14 +204,14 @@ def evaluate_runs(
 
 
 def interval_over_problems(rates: np.ndarray) -> tuple[float, float]:
-  """The 95 % interval of a mean success rate: a bootstrap over problems, or Wilson's where all problems are alike.
+  """Computes the 95 % interval of a mean success rate: a bootstrap over problems, or Wilson's if all rates are equal.
 
-  All attempts at a problem are drawn together, so that they do not count as evidence about other problems. Where every
-  problem has the same rate (none solved, all solved) each resample has the same mean, which is no certainty: there
-  Wilson's interval is taken, each problem as one attempt.
+  The bootstrap draws all attempts at a problem together, since they say nothing about other problems. If all problems
+  have the same rate (none solved, or all), every resample has the same mean and the interval would have no width. Then
+  Wilson's interval is used, with one attempt per problem.
 
   Args:
-    rates: `[problems]`, share of a problem's attempts that solved it.
+    rates: `[problems]` float, share of successful attempts per problem, in [0, 1].
 
   >>> low, high = interval_over_problems(np.zeros(30))
   >>> low, round(high, 3)
@@ -205,15 +223,19 @@ def interval_over_problems(rates: np.ndarray) -> tuple[float, float]:
 
 
 def bootstrap_interval(values: np.ndarray, *, resamples: int = 10_000) -> tuple[float, float]:
-  """The 2.5 and 97.5 percentiles of the means of resamples of `values` (with a fixed seed).
+  """Computes the 95 % bootstrap interval of a mean: the 2.5 and 97.5 percentiles over resamples, with a fixed seed.
+
+  Args:
+    values: `[n]` float, n >= 1.
+    resamples: number of resamples.
 
   >>> bootstrap_interval(np.array([0.5, 0.5, 0.5]))
   (0.5, 0.5)
   """
   if values.ndim != 1 or not values.size:
-    raise ValueError(f"values must be one or more numbers in a row; received shape {values.shape}.")
+    raise ValueError(f"values must have shape [n] with n >= 1; received shape {values.shape}.")
   rng = np.random.default_rng(0)
-  # One by one: 10,000 resamples of a large set at once would take much memory.
+  # One by one, since 10,000 resamples of a large set would need much memory.
   means = [values[rng.integers(values.size, size=values.size)].mean() for _ in range(resamples)]
   low, high = np.percentile(means, [2.5, 97.5])
   return float(low), float(high)

@@ -58,8 +58,8 @@ def test_each_limit_truncates_and_the_reward_policy_reaches_the_trajectory(name:
     assert before.ended == after.ended == "truncated"
     np.testing.assert_array_equal(before.tokens, after.tokens)
     np.testing.assert_array_equal(before.action_mask, after.action_mask)
-    answered = int((before.tokens[before.action_mask] == STOP).sum())
-    assert before.total_reward == (0.0 if make_env is Echo else 0.25 * answered)
+    complete_actions = int((before.tokens[before.action_mask] == STOP).sum())
+    assert before.total_reward == (0.0 if make_env is Echo else 0.25 * complete_actions)
     (where,) = np.flatnonzero(after.rewards)
     assert where == np.flatnonzero(after.action_mask)[-1] and after.total_reward == -1.5
     assert after.success == (make_env is OutOfTime)  # the success that the environment reports is kept

@@ -247,22 +247,22 @@ class FakeServer:
   def serve(self, handler, body):
     path = handler.path
     if path in ("/model_info", "/weight_info"):
-      answer = 200, {"weight_version": self._label}
+      response = 200, {"weight_version": self._label}
     elif path in ("/update_weights_from_disk", "/update_weight_version"):
       self._label = body.get("weight_version") or body["new_version"]
-      answer = 200, {}
+      response = 200, {}
     elif path in ("/generate", "/v1/completions"):
       self.requests.append(body)
-      answer = self._respond(len(self.requests), body, self._label)
+      response = self._respond(len(self.requests), body, self._label)
     else:
-      answer = 200, {}
-    if answer is None:
+      response = 200, {}
+    if response is None:
       handler.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"text": ')
       handler.close_connection = True
       return
-    status, content = answer
+    status, content = response
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    with contextlib.suppress(OSError):  # the client may have given up
+    with contextlib.suppress(OSError):  # the client may have disconnected
       handler.send_response(status)
       handler.send_header("Content-Length", str(len(data)))
       handler.end_headers()
@@ -295,11 +295,11 @@ def good_vllm(body, label):
 
 
 def meta(**changes):
-  return lambda answer: answer["meta_info"].update(changes)
+  return lambda response: response["meta_info"].update(changes)
 
 
 def choice(**changes):
-  return lambda answer: answer["choices"][0].update(changes)
+  return lambda response: response["choices"][0].update(changes)
 
 
 def logprobs(*values):
@@ -350,10 +350,10 @@ def test_a_malformed_response_is_rejected_with_a_message(root, case, caplog):
   protocol, good = ("vllm", good_vllm) if case.startswith("vllm") else ("sglang", good_sglang)
 
   def respond(count, body, label):
-    answer = good(body, label)
+    response = good(body, label)
     if count == 2:
-      spoil(answer)
-    return 200, answer
+      spoil(response)
+    return 200, response
 
   with FakeServer(respond) as fake, remote(fake.url, root, protocol=protocol, num_slots=1) as engine:
     with caplog.at_level(logging.WARNING):
@@ -602,7 +602,7 @@ RAW = {
 def test_bytes_that_are_no_response_are_retried(root, case):
   with socket.create_server(("127.0.0.1", 0)) as listener:
 
-    def answer():
+    def respond():
       while True:
         try:
           connection, _ = listener.accept()
@@ -612,7 +612,7 @@ def test_bytes_that_are_no_response_are_retried(root, case):
           connection.recv(65536)
           connection.sendall(RAW[case])
 
-    threading.Thread(target=answer, daemon=True).start()
+    threading.Thread(target=respond, daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with remote(url, root, attempts=2, timeout_s=20.0) as engine, pytest.raises(ServerError) as caught:
       list(engine.generate(fixed, requests(1)))

@@ -68,11 +68,11 @@ def openai(url, prompt=PROMPT, **fields):
 
 
 def test_both_protocols_return_ids_log_probs_and_the_label(url):
-  status, answer = openai(url, max_tokens=9, seed=5, temperature=1.0, stop_token_ids=[STOP], user="me")
+  status, response = openai(url, max_tokens=9, seed=5, temperature=1.0, stop_token_ids=[STOP], user="me")
   assert status == 200
-  choice = answer["choices"][0]
+  choice = response["choices"][0]
   assert choice["prompt_token_ids"] == PROMPT and 1 <= len(choice["token_ids"]) <= 9
-  assert answer["usage"] == {
+  assert response["usage"] == {
     "prompt_tokens": 3,
     "completion_tokens": len(choice["token_ids"]),
     "total_tokens": 3 + len(choice["token_ids"]),
@@ -97,18 +97,18 @@ def test_both_protocols_return_ids_log_probs_and_the_label(url):
 def test_concurrent_completions_are_independent(url):
   prompts = [[2 + i % 15, 3, 4 + i % 7] for i in range(24)]
   with concurrent.futures.ThreadPoolExecutor(24) as pool:
-    answers = list(pool.map(lambda i: sglang(url, prompts[i], max_new_tokens=3 + i, sampling_seed=i), range(24)))
-  for i, (status, answer) in enumerate(answers):
-    assert status == 200 and len(answer["output_ids"]) <= 3 + i
+    responses = list(pool.map(lambda i: sglang(url, prompts[i], max_new_tokens=3 + i, sampling_seed=i), range(24)))
+  for i, (status, response) in enumerate(responses):
+    assert status == 200 and len(response["output_ids"]) <= 3 + i
     assert_true(
-      PARAMS[0], prompts[i], answer["output_ids"], [x[0] for x in answer["meta_info"]["output_token_logprobs"]]
+      PARAMS[0], prompts[i], response["output_ids"], [x[0] for x in response["meta_info"]["output_token_logprobs"]]
     )
 
 
 def test_text_in_and_out():
   with serving(tokenizer=CharTokenizer()) as url:
-    status, answer = openai(url, "cdef", max_tokens=7, seed=3)
-    choice = answer["choices"][0]
+    status, response = openai(url, "cdef", max_tokens=7, seed=3)
+    choice = response["choices"][0]
     assert status == 200 and choice["prompt_token_ids"] == [2, 3, 4, 5]
     assert choice["text"] == CharTokenizer().decode(choice["token_ids"]) == "".join(choice["logprobs"]["tokens"])
     body = {"text": "cdef", "sampling_params": {"max_new_tokens": 7, "sampling_seed": 3}}
@@ -149,9 +149,9 @@ def test_an_abort_returns_the_tokens_so_far(endless):
       time.sleep(moment)
       assert call(f"{endless}/abort_request", {"rid": "another"})[0] == 200
       assert call(f"{endless}/abort_request", {"rid": "one"})[0] == 200
-      status, answer = running.result(LONG_S)
-      reason, length = answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"])
-      assert status == 200 and length == len(answer["meta_info"]["output_token_logprobs"])
+      status, response = running.result(LONG_S)
+      reason, length = response["meta_info"]["finish_reason"]["type"], len(response["output_ids"])
+      assert status == 200 and length == len(response["meta_info"]["output_token_logprobs"])
       if reason == "abort" and length:  # neither before it started nor after it ended
         break
       assert length in (0, 240)
@@ -169,9 +169,9 @@ def test_pause_aborts_running_completions_and_holds_back_new_ones(endless):
       time.sleep(moment)
       assert call(f"{endless}/pause?mode=abort", {})[0] == 200
       assert call(f"{endless}/resume", {})[0] == 200  # for requests that arrived after the pause
-      answers = [x.result(LONG_S)[1]["choices"][0] for x in before]
-      assert {x["finish_reason"] for x in answers} <= {"abort", "length"}
-      if any(x["finish_reason"] == "abort" and x["token_ids"] for x in answers):
+      responses = [x.result(LONG_S)[1]["choices"][0] for x in before]
+      assert {x["finish_reason"] for x in responses} <= {"abort", "length"}
+      if any(x["finish_reason"] == "abort" and x["token_ids"] for x in responses):
         break
     else:
       raise AssertionError("never paused while something ran")
@@ -214,8 +214,8 @@ def test_weights_change_between_completions_never_within_one(weights_root):
       until(lambda: written_by("default") or any(x.done() for x in clients))
       for i in (1, 2, 0, 1):
         body = {"model_path": f"v{i}", "weight_version": f"w{i}", "abort_all_requests": i % 2 == 0}
-        status, answer = call(f"{url}/update_weights_from_disk", body)
-        assert (status, answer["success"]) == (200, True)
+        status, response = call(f"{url}/update_weights_from_disk", body)
+        assert (status, response["success"]) == (200, True)
         assert call(f"{url}/model_info")[1]["weight_version"] == f"w{i}"
         until(lambda i=i: written_by(f"w{i}") or any(x.done() for x in clients))
     finally:
@@ -286,8 +286,8 @@ def test_shutdown_does_not_wait_for_running_completions(monkeypatch):
       assert call(f"{url}/pause", {})[0] == 200
       held = pool.submit(sglang, url, max_new_tokens=250)  # paused: it would never end
       until(lambda: made.outstanding)
-    status, answer = held.result(LONG_S)
-  assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
+    status, response = held.result(LONG_S)
+  assert status == 200 and response["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 REJECTED = {
@@ -349,23 +349,23 @@ REJECTED = {
 @pytest.mark.parametrize("case", REJECTED)
 def test_bad_requests_are_rejected_with_a_message(url, case):
   path, body, status, message = REJECTED[case]
-  received, answer = call(f"{url}{path}", body)
-  assert received == status, answer
-  assert message in (answer["message"] if path == "/update_weights_from_disk" and "message" in answer
-                     else answer["error"]["message"])  # fmt: skip
+  received, response = call(f"{url}{path}", body)
+  assert received == status, response
+  assert message in (response["message"] if path == "/update_weights_from_disk" and "message" in response
+                     else response["error"]["message"])  # fmt: skip
 
 
 def test_requests_that_are_rejected_before_their_body_is_read(url, weights_root):
   assert call(f"{url}/nothing", method="GET") == call(f"{url}/nothing")
   assert call(f"{url}/nothing")[0] == 404
   assert call(f"{url}/generate")[0] == 405
-  status, answer = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Type": "text/plain"})
-  assert status == 415 and "application/json" in answer["error"]["message"]
+  status, response = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Type": "text/plain"})
+  assert status == 415 and "application/json" in response["error"]["message"]
   for encoding in ("gzip", "lzma"):
-    status, answer = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Encoding": encoding})
-    assert status == 415 and f"Content-Encoding must be identity or missing; received {encoding}" in str(answer)
-  status, answer = call(f"{url}/pause", method="POST", headers={"Origin": "http://example.com"})
-  assert status == 403 and "web pages" in answer["error"]["message"]
+    status, response = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Encoding": encoding})
+    assert status == 415 and f"Content-Encoding must be identity or missing; received {encoding}" in str(response)
+  status, response = call(f"{url}/pause", method="POST", headers={"Origin": "http://example.com"})
+  assert status == 403 and "web pages" in response["error"]["message"]
   assert sglang(url, max_new_tokens=2)[0] == 200
   outside = weights_root.parent / "outside"
   save_table(PARAMS[1], outside)
@@ -373,16 +373,16 @@ def test_requests_that_are_rejected_before_their_body_is_read(url, weights_root)
   assert call(f"{url}/update_weights_from_disk", {"model_path": "link"})[0] == 403
   (weights_root / "bad").mkdir()
   (weights_root / "bad" / "params.npz").write_bytes(b"not a file of numbers")
-  status, answer = call(f"{url}/update_weights_from_disk", {"model_path": "bad"})
-  assert status == 400 and not answer["success"] and "cannot be loaded" in answer["message"]
+  status, response = call(f"{url}/update_weights_from_disk", {"model_path": "bad"})
+  assert status == 400 and not response["success"] and "cannot be loaded" in response["message"]
   assert call(f"{url}/model_info")[1]["weight_version"] == "default"
   assert sglang(url, max_new_tokens=2)[0] == 200
 
 
 def test_without_a_root_weights_cannot_be_changed():
   with serving() as url:
-    status, answer = call(f"{url}/update_weights_from_disk", {"model_path": "/tmp"})
-  assert status == 403 and "started without a weights_root" in answer["message"]
+    status, response = call(f"{url}/update_weights_from_disk", {"model_path": "/tmp"})
+  assert status == 403 and "started without a weights_root" in response["message"]
 
 
 def test_too_many_completions_are_rejected_but_control_requests_are_not():
@@ -394,8 +394,8 @@ def test_too_many_completions_are_rejected_but_control_requests_are_not():
       done = [x for x in responses if x.done()]
       assert len(done) == 4
       for x in done:
-        status, answer = x.result()
-        assert status == 503 and "8 requests are running already" in answer["error"]["message"]
+        status, response = x.result()
+        assert status == 503 and "8 requests are running already" in response["error"]["message"]
     assert [x.result(LONG_S)[0] for x in responses if x not in done] == [200] * 8
 
 
@@ -411,8 +411,8 @@ def test_other_requests_accept_small_bodies_only(url, path):
   """The fixture's limit for completions is 20,000 bytes; the limit of other requests is never larger."""
   fields, method = CONTROL.get(path, {}), "POST" if path in CONTROL else "GET"
   padded = json.dumps(fields).encode() + b" " * 20_000
-  status, answer = call(f"{url}{path}", padded, method=method)
-  assert status == 413 and "too large: at most 20000 bytes are allowed at this path" in answer["error"]["message"]
+  status, response = call(f"{url}{path}", padded, method=method)
+  assert status == 413 and "too large: at most 20000 bytes are allowed at this path" in response["error"]["message"]
   parts = urllib.parse.urlsplit(url)
   with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=LONG_S)) as connection:
     headers = {"Content-Type": "application/json"}
@@ -453,8 +453,8 @@ def raw(url, head, body=b"{}"):
   lines = [*head, "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close", "", ""]
   with socket.create_connection((parts.hostname, parts.port), timeout=LONG_S) as connection:
     connection.sendall("\r\n".join(lines).encode() + body)
-    answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
-  return int(answer.split(" ")[1]), answer
+    response = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+  return int(response.split(" ")[1]), response
 
 
 def test_requests_after_dns_rebinding_are_rejected_on_every_path(url):
@@ -462,8 +462,8 @@ def test_requests_after_dns_rebinding_are_rejected_on_every_path(url):
   posts = [*CONTROL, "/v1/completions", "/generate", "/nowhere"]
   for path in [*posts, "/health", "/model_info"]:
     method = "POST" if path in posts else "GET"
-    status, answer = raw(url, [f"{method} {path} HTTP/1.1", f"Host: rebound.example:{port}"])
-    assert status == 403 and f"ServerConfig.allowed_hosts; received rebound.example:{port}" in answer, path
+    status, response = raw(url, [f"{method} {path} HTTP/1.1", f"Host: rebound.example:{port}"])
+    assert status == 403 and f"ServerConfig.allowed_hosts; received rebound.example:{port}" in response, path
   assert call(f"{url}/model_info")[1]["weight_version"] == "default"
 
 
@@ -473,8 +473,8 @@ def test_hosts_over_http(url):
     assert raw(url, ["GET /health HTTP/1.1", f"Host: {host}"])[0] == 200, host
   for host in ("localhost", f"localhost:{port + 1}", f"a@localhost:{port}", f"127.1:{port}", ""):
     assert raw(url, ["GET /health HTTP/1.1", f"Host: {host}"])[0] == 403, host
-  status, answer = raw(url, ["GET /health HTTP/1.0"])
-  assert status == 403 and "received none" in answer
+  status, response = raw(url, ["GET /health HTTP/1.0"])
+  assert status == 403 and "received none" in response
   assert raw(url, ["GET /health HTTP/1.1"])[0] in (400, 403)
   two = [f"Host: localhost:{port}", "Host: rebound.example"]
   assert raw(url, ["GET /health HTTP/1.1", *two])[0] in (400, 403)  # the HTTP parser may reject it first
@@ -540,8 +540,8 @@ def test_loopback_by_default_and_bad_settings(url, tmp_path):
 def test_a_failure_of_the_engine_is_a_server_error():
   broken = {**PARAMS[0], "table": PARAMS[0]["table"] * jnp.nan}
   with serving(params=broken) as url:
-    status, answer = sglang(url, max_new_tokens=4)
-  assert status == 500 and "RuntimeError" in answer["error"]["message"]
+    status, response = sglang(url, max_new_tokens=4)
+  assert status == 500 and "RuntimeError" in response["error"]["message"]
 
 
 def test_set_weights_needs_a_pause_and_closing_fails_unfinished_jobs():
@@ -562,8 +562,8 @@ def test_top_p_is_that_of_the_server():
   with serving(completions=made) as url:
     for complete in (sglang, openai):
       assert complete(url)[0] == complete(url, top_p=0.5)[0] == 200
-      status, answer = complete(url, top_p=1.0)
-      assert status == 400 and "top_p must be 0.5, as set when the server started; received 1.0" in str(answer)
+      status, response = complete(url, top_p=1.0)
+      assert status == 400 and "top_p must be 0.5, as set when the server started; received 1.0" in str(response)
     tokens = openai(url, max_tokens=8, seed=1)[1]["choices"][0]
   for i, (token, logp) in enumerate(zip(tokens["token_ids"], tokens["logprobs"]["token_logprobs"], strict=True)):
     whole = log_softmax(reference_logits(PARAMS[0], np.array([*PROMPT, *tokens["token_ids"][:i]])))
@@ -593,17 +593,17 @@ def test_the_command_serves_a_checkpoint(tmp_path):
     assert urllib.parse.urlsplit(server.url).hostname == "127.0.0.1"
     logits = jax.jit(models.policy_logits(config))
     for label, weights in (("default", params), ("new", other)):
-      status, answer = sglang(server.url, [3, 9, 11], max_new_tokens=12, stop_token_ids=[7])
-      assert status == 200 and answer["meta_info"]["weight_version"] == label
-      tokens = [3, 9, 11, *answer["output_ids"]]
+      status, response = sglang(server.url, [3, 9, 11], max_new_tokens=12, stop_token_ids=[7])
+      assert status == 200 and response["meta_info"]["weight_version"] == label
+      tokens = [3, 9, 11, *response["output_ids"]]
       padded = jnp.array([tokens + [0] * (15 - len(tokens))])
       logp = jax.nn.log_softmax(logits(weights, padded)[0])
-      expected = [float(logp[2 + i, token]) for i, token in enumerate(answer["output_ids"])]
-      received = [x[0] for x in answer["meta_info"]["output_token_logprobs"]]
+      expected = [float(logp[2 + i, token]) for i, token in enumerate(response["output_ids"])]
+      received = [x[0] for x in response["meta_info"]["output_token_logprobs"]]
       np.testing.assert_allclose(received, expected, atol=1e-4)
       if label == "default":
-        status, answer = call(f"{server.url}/update_weights_from_disk", {"model_path": "kind"})
-        assert status == 400 and "must be of the served model" in answer["message"]
+        status, response = call(f"{server.url}/update_weights_from_disk", {"model_path": "kind"})
+        assert status == 400 and "must be of the served model" in response["message"]
         body = {"model_path": str(tmp_path / "weights" / "other"), "weight_version": "new"}
         assert call(f"{server.url}/update_weights_from_disk", body)[0] == 200
     assert server.stop() == 0

@@ -226,8 +226,8 @@ def test_disconnects_leave_one_load_at_a_time(tmp_path):
     assert call(f"{url}/health") == (200, None)
     assert call(f"{url}/resume", {})[0] == 200
     loads.may_end.set()
-    status, answer = call(f"{url}/update_weights_from_disk", {"model_path": "d", "weight_version": "d"})
-    assert (status, answer["success"]) == (200, True)
+    status, response = call(f"{url}/update_weights_from_disk", {"model_path": "d", "weight_version": "d"})
+    assert (status, response["success"]) == (200, True)
   assert engine.label == "d" and engine.weights[-1] == "d"
   begun, ended = loads.events[::2], loads.events[1::2]
   assert [x.removeprefix("begin ") for x in begun] == [x.removeprefix("end ") for x in ended]
