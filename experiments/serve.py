@@ -1,9 +1,6 @@
-"""Serves a checkpoint over HTTP: `python -m experiments.serve --checkpoint=DIR`. See `server.py` for the protocol.
+"""Serves a checkpoint over HTTP: `python -m experiments.serve --checkpoint=DIR`. `rollout.server` lists the endpoints.
 
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "1 + 1 =", "max_tokens": 8}'
-
-The one module of this room that knows models and tokenizers: it is a command, and wires them to the engine as `loop.py`
-does.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def stop_ids_of(checkpoint: pathlib.Path) -> tuple[int, ...]:
-  """The `eos_token_id` of a checkpoint's `generation_config.json` or `config.json`; empty if neither names one."""
+  """Reads `eos_token_id` from a checkpoint's `generation_config.json` or `config.json`; empty if neither has it."""
   for name in ("generation_config.json", "config.json"):
     ids = untrusted_files.read_object_if_there(checkpoint / name).get("eos_token_id")
     if ids is not None:
@@ -44,31 +41,31 @@ def stop_ids_of(checkpoint: pathlib.Path) -> tuple[int, ...]:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-  """The command line."""
-  description = "Serves a Hugging Face checkpoint over HTTP, speaking the protocols of vLLM and SGLang."
+  """Parses the command line."""
+  description = "Serves a Hugging Face checkpoint over HTTP, with the endpoints of vLLM and SGLang."
   parser = argparse.ArgumentParser(prog="python -m experiments.serve", description=description)
   add = parser.add_argument
   add("--checkpoint", type=pathlib.Path, required=True, help="Hugging Face directory to serve.")
   add("--host", default=ServerConfig.host, help="Address to bind to. There is no authentication.")
-  add("--port", type=int, default=ServerConfig.port, help="0: any free one, which is printed.")
-  add("--allowed_hosts", default="", help="Hosts besides localhost that requests may name, comma-separated.")
-  add("--name", help="Name of the model; default: the checkpoint's path.")
-  add("--weights_root", type=pathlib.Path, help="Weights are taken from folders below it only. Default: from nowhere.")
-  add("--weight_version", default="default", help="What the checkpoint's weights are called.")
+  add("--port", type=int, default=ServerConfig.port, help="TCP port; 0: any free port, which is printed.")
+  add("--allowed_hosts", default="", help="Host headers to accept besides localhost, comma-separated.")
+  add("--name", help="Name of the model. Default: the checkpoint's path.")
+  add("--weights_root", type=pathlib.Path, help="Load new weights only from below this folder. Default: no updates.")
+  add("--weight_version", default="default", help="Label of the checkpoint's weights.")
   add("--stop_ids", help="Ids that end a completion, comma-separated. Default: eos_token_id of the checkpoint.")
-  add("--temperature", type=float, default=1.0, help="Of all completions; requests may not ask for another.")
-  add("--top_p", type=float, default=1.0, help="Of all completions, likewise; log-probs are those inside the nucleus.")
+  add("--temperature", type=float, default=1.0, help="Temperature of all completions; requests cannot change it.")
+  add("--top_p", type=float, default=1.0, help="Nucleus mass of all completions; log-probs are those in the nucleus.")
   add("--num_slots", type=int, default=EngineConfig.num_slots, help="Completions decoded at once.")
-  add("--max_len", type=int, default=2048, help="Tokens of prompt and answer.")
-  add("--chunk_steps", type=int, default=EngineConfig.chunk_steps, help="Decode steps between looks at the requests.")
-  add("--max_requests", type=int, default=ServerConfig.max_requests, help="Completions that may wait or run.")
-  add("--max_body_bytes", type=int, default=ServerConfig.max_body_bytes, help="Largest body of a completion.")
-  add("--seed", type=int, default=0, help="Of the noise of requests without a seed.")
+  add("--max_len", type=int, default=2048, help="Maximum tokens of prompt and completion together.")
+  add("--chunk_steps", type=int, default=EngineConfig.chunk_steps, help="Decode steps between checks for requests.")
+  add("--max_requests", type=int, default=ServerConfig.max_requests, help="Maximum completions that wait or run.")
+  add("--max_body_bytes", type=int, default=ServerConfig.max_body_bytes, help="Largest body of a completion request.")
+  add("--seed", type=int, default=0, help="Seed of the sampling noise for requests without a seed.")
   return parser.parse_args(argv)
 
 
 def load_params(folder: pathlib.Path, config: ModelConfig) -> Params:
-  """The parameters of a checkpoint of this very model; ValueError if it is of another."""
+  """Loads the parameters of a checkpoint; ValueError if it is not of the served model, `config`."""
   loaded, params = models.load_hf(folder, dtype=config.dtype, param_dtype=config.param_dtype)
   if loaded != config:
     raise ValueError(f"the checkpoint must be of the served model, {config}; received {loaded}.")
@@ -76,7 +73,7 @@ def load_params(folder: pathlib.Path, config: ModelConfig) -> Params:
 
 
 async def serve(server: CompletionServer) -> None:
-  """Serves until SIGINT or SIGTERM, or until the engine fails (raised)."""
+  """Serves until SIGINT or SIGTERM. Raises the exception that ends the engine, if one does."""
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -93,7 +90,7 @@ async def serve(server: CompletionServer) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Loads the checkpoint and serves it; what is wrong with the arguments ends it with one line."""
+  """Loads the checkpoint and serves it. Wrong arguments end the command with a one-line message."""
   logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
   arguments = parse_arguments(argv)
   try:

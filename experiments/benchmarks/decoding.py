@@ -1,4 +1,4 @@
-"""What the benchmarks of sampler and engine share: the model, the raw sampler's loop, the machine's matmul limit."""
+"""Shared parts of the decoding benchmarks: the model, the raw sampler's loop, and the machine's matmul limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPT_TOKENS = 32
 
 
 def flops_per_token(config: ModelConfig, length: float) -> float:
-  """Multiply-adds times two of one decoded token at a context of `length`: projections, head, attention."""
+  """Returns the FLOPs of one decoded token at a context of `length` tokens: projections, head and attention."""
   heads = config.num_heads * config.head_dim
   key_value_heads = config.num_kv_heads * config.head_dim
   per_layer = config.hidden_size * (2 * heads + 2 * key_value_heads + 3 * config.intermediate_size)
@@ -45,12 +45,12 @@ def flops_per_token(config: ModelConfig, length: float) -> float:
 
 
 def quiet() -> contextlib.AbstractContextManager[object]:
-  """Around Tunix's imports and the making of its model: what they warn of would be an error in a test."""
+  """Ignores warnings of Tunix's imports and model, which would be errors in tests."""
   return warnings.catch_warnings(action="ignore")
 
 
 def tunix_model() -> Any:
-  """`MODEL` as Tunix's Qwen3, with random weights.
+  """Makes `MODEL` as Tunix's Qwen3, with random weights.
 
   Raises:
     ImportError: google-tunix is not installed.
@@ -77,7 +77,12 @@ def tunix_model() -> Any:
 
 
 def matmul_gflops(size: int = 1024, seconds: float = 0.3) -> float:
-  """Best rate of square float32 matmuls."""
+  """Measures the best rate of square float32 matmuls, in GFLOP/s.
+
+  Args:
+    size: rows and columns.
+    seconds: duration of the measurement.
+  """
   multiply = jax.jit(jnp.dot)
   a = jnp.ones((size, size), jnp.float32)
   jax.block_until_ready(multiply(a, a))
@@ -90,8 +95,16 @@ def matmul_gflops(size: int = 1024, seconds: float = 0.3) -> float:
 
 
 def bare_step_seconds(*, slots: int, streams: int, length: int, attention: bool, seconds: float = 0.5) -> float:
-  """Best time of a decode step of nothing but its matmuls, and with `attention` also those with the cached keys and
-  values at `length`: no norms, rotation, softmax, cache writes or sampling. Every stream runs on a thread of its own.
+  """Measures the best time, in seconds, of a decode step that consists only of matmuls.
+
+  There are no norms, rotation, softmax, cache writes or sampling. Every stream runs on its own thread.
+
+  Args:
+    slots: rows of all streams together.
+    streams: number of streams.
+    length: context length.
+    attention: whether to include the matmuls with the cached keys and values.
+    seconds: duration of the measurement.
   """
   config, rows, steps = MODEL, slots // streams, 16
   heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads
@@ -133,19 +146,22 @@ def bare_step_seconds(*, slots: int, streams: int, length: int, attention: bool,
 
 
 def num_cores() -> int:
-  """A power of two, at most the cores this process may use."""
+  """Returns the largest power of two that is at most the number of cores of this process."""
   return 1 << (len(os.sched_getaffinity(0)).bit_length() - 1)
 
 
 def num_streams() -> int:
-  """Decode streams that suit this machine: a core each on a CPU; one on an accelerator."""
+  """Returns the number of decode streams for this machine: one per core on a CPU, one on an accelerator."""
   return num_cores() if jax.default_backend() == "cpu" else 1
 
 
 def raw_decoder(
   params: Params, *, slots: int, new_tokens: int, chunk_steps: int, live_buckets: tuple[int, ...], streams: int
 ) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-  """`f(seed)`: prefills random prompts, decodes `new_tokens` for each; returns tokens and log-probs `[N, S]`."""
+  """Returns `f(seed)`, which prefills random prompts and decodes `new_tokens` tokens for each.
+
+  `f` returns tokens `[new_tokens, slots]` int32 and their log-probs, float32 of the same shape.
+  """
   spec = SamplerSpec(model=POLICY, chunk_steps=chunk_steps, temperature=1.0, stop_ids=())
   sampler = Sampler(spec, num_slots=slots, max_len=live_buckets[-1], num_streams=streams)
   prompts = np.random.default_rng(0).integers(1, MODEL.vocab_size, (slots, PROMPT_TOKENS)).astype(np.int32)
@@ -168,7 +184,7 @@ def raw_decoder(
       lens = (bucket(live_buckets, need),)
       running = [sampler.decode(params, key, stream=stream, live_lens=lens) for stream in range(streams)]
       chunks.append([sampler.fetch(stream) for stream in running])
-    # Rows of a stream are every `streams`-th slot.
+    # A stream has every `streams`-th slot.
     tokens, logp = (
       np.concatenate([np.stack([getattr(x, name) for x in chunk], -1).reshape(chunk_steps, slots) for chunk in chunks])
       for name in ("tokens", "logp")

@@ -1,16 +1,17 @@
 """Speed of the whole engine against the raw sampler: `python -m experiments.benchmarks.engine`.
 
-The model and slots of `experiments.benchmarks.sampler`. Episodes of 1 to 4 turns with prompts of 16 to 64 tokens,
-actions of 64 tokens on average (geometric: random weights hit one of 16 stop ids of 1,024), observations of 4 to 40
-tokens, slots refilled at once; environments answer immediately, on threads. Counted are action tokens only, over a
-window in the steady state; the raw sampler decodes equally many slots to a similar mean length without ever stopping.
+Uses the model and slots of `experiments.benchmarks.sampler`. Episodes have 1 to 4 turns, prompts of 16 to 64 tokens,
+actions of 64 tokens on average (geometric: random weights sample one of 16 stop ids of 1,024), and observations of 4 to
+40 tokens. A free slot starts the next episode at once, and environments respond immediately, on threads. Only action
+tokens are counted, over a window in the steady state. The raw sampler decodes as many slots to a similar mean length,
+without stopping.
 
-Prediction written down before tuning: prefill is about 0.5 prompt or observation token per action token, at a third of
-what a decoded token costs (15 %), slots idle half a chunk of 16 steps per action of 64 (12 %), the host 3 %: a ratio of
-0.7. What was found (2 cores): of a stream's cycle decoding takes two thirds, prefill a fifth, the host an eighth, in
-which the stream's core waits; slots are 87 % occupied; and a chunk reads windows of the longest contexts (400 tokens)
-where the mean is 170, so that it costs a third more than the raw sampler's although the windows come in two lengths.
-Decoding is bound by the bandwidth at which a core reads keys and values.
+Prediction before tuning: there is about 0.5 prompt or observation token per action token, and its prefill costs a third
+of a decoded token (15 %). Slots are idle for half a chunk of 16 steps per action of 64 (12 %). The host takes 3 %. So
+the ratio is 0.7. Result (2 cores): decoding takes two thirds of a stream's cycle, prefill a fifth, and the host an
+eighth, during which the stream's core waits. Slots are occupied 87 % of the time. A chunk reads windows as long as the
+longest contexts (400 tokens), while the mean is 170. So it costs a third more than a chunk of the raw sampler, although
+windows have two lengths. Decoding is bound by the bandwidth at which a core reads keys and values.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SAMPLER_TOKENS = 288
 
 
 class _LetterTokenizer:
-  """One token per character; ids beyond the letters have characters of their own."""
+  """Tokenizer with one token per character; every id has a character."""
 
   vocab_size = decoding.MODEL.vocab_size
   stop_ids = tuple(range(_NUM_STOP_IDS))
@@ -48,7 +49,7 @@ class _LetterTokenizer:
 
 
 class _Turns:
-  """Episodes whose sizes are drawn from the task's number."""
+  """Environment whose episodes have random sizes, seeded by the index of the task."""
 
   def reset(self, task_index: int) -> str:
     self._rng = np.random.default_rng(task_index)
@@ -75,7 +76,7 @@ def engine_rates(
   with Engine(model=decoding.POLICY, make_env=_Turns, tokenizer=_LetterTokenizer(), config=config) as engine:
     trajectories = engine.generate(lambda _: (params, 0), _requests())
     for _ in range(warmup * config.num_slots):
-      next(trajectories)  # compiles all shapes, and mixes the slots' phases
+      next(trajectories)  # compiles all shapes, and desynchronizes the slots
     for _ in range(repeats):
       tokens, began, lengths = engine.counters["tokens_generated"], time.perf_counter(), []
       while not lengths or time.perf_counter() - began < seconds:
@@ -96,7 +97,7 @@ def run(
   repeats: int,
   warmup: int,
 ) -> dict[str, float]:
-  """Times engine and sampler in turns, prints rows and returns the last line's object."""
+  """Measures engine and sampler in turns, prints rows and returns the object for the last line."""
   params = init_policy(decoding.MODEL, jax.random.key(0))
   config = EngineConfig(
     num_slots=slots,
@@ -106,7 +107,7 @@ def run(
     chunk_steps=chunk_steps,
     prefill_rows=(4, 8),
     prefill_tokens=(16, 64),
-    # Few lengths: every one is a decode program and two prefill programs.
+    # Few lengths, since each one needs a decode program and two prefill programs.
     live_buckets=tuple(range(max_len // 4, max_len + 1, max_len // 4)),
     env_workers=env_workers,
     num_streams=streams,
@@ -127,7 +128,7 @@ def run(
     best_raw = max(best_raw, raw(1)[0].size / (time.perf_counter() - began))
     print(f"  engine {rate:>9,.0f} tokens/s   sampler {best_raw:>9,.0f} tokens/s   trajectories of {length:.0f}")
   result = {"tokens_per_s": best, "sampler_tokens_per_s": best_raw, "ratio": best / best_raw}
-  print(f"{slots} slots on {jax.devices()[0].device_kind}: the engine keeps {result['ratio']:.0%} of it")
+  print(f"{slots} slots on {jax.devices()[0].device_kind}: the engine has {result['ratio']:.0%} of the sampler's rate")
   return result
 
 
@@ -141,7 +142,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("env_workers", 4, "Environment threads; 0 runs them inline.", lower_bound=0)
   flags.DEFINE_float("seconds", 5.0, "Length of each measurement.", lower_bound=0.0)
   flags.DEFINE_integer(
-    "warmup", 25, "Trajectories per slot before it is timed: all shapes must be compiled.", lower_bound=1
+    "warmup", 25, "Trajectories per slot before the measurement, to compile all shapes.", lower_bound=1
   )
   flags.DEFINE_integer("repeats", 3, "Rounds; the best of each contender counts.", lower_bound=1)
 

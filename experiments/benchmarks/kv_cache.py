@@ -1,8 +1,10 @@
-"""Feeding a context again against copying its cache: `python -m experiments.benchmarks.kv_cache`.
+"""Cost of recomputing a context against copying its cache row: `python -m experiments.benchmarks.kv_cache`.
 
-`Sampler.copy_pays` decides by figures of the machine: the FLOPs that prefill does in the time of a copy, and in that
-of each byte of it. This measures copies of two sizes, to the host and back and inside the device, beside feeding
-contexts of several lengths, and says from which length on a copy is the cheaper one, measured and by the rule.
+`Sampler.copy_is_cheaper` uses constants of the machine: the FLOPs that prefill does in the time of a copy, per copy and
+per byte. This benchmark measures copies of two sizes, to the host and back and within the device, and the prefill of
+contexts of several lengths. It prints the length from which a copy is cheaper, as measured and by the rule.
+
+The last line is a JSON object. `ms_to_prefill` has the time to prefill 16, 32, 64, ... tokens, up to `max_len`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
 
 
 def _best(work: Callable[[], Any], sampler: Sampler, repeats: int) -> float:
-  """Shortest time of `work` and what it has dispatched, in seconds."""
+  """Returns the shortest time of `work` and the programs that it dispatches, in seconds."""
   best = float("inf")
   for _ in range(repeats + 1):  # the first one compiles
     jax.block_until_ready(sampler._streams[0].cache)
@@ -39,41 +41,41 @@ def _best(work: Callable[[], Any], sampler: Sampler, repeats: int) -> float:
 
 
 def measure(params: Params, *, slots: int, max_len: int, repeats: int) -> dict[str, Any]:
-  """Times one size of cache."""
+  """Measures one size of the cache."""
   spec = SamplerSpec(model=decoding.POLICY, temperature=1.0, stop_ids=(0,), chunk_steps=4)
   sampler = Sampler(spec, num_slots=slots, max_len=max_len)
   lengths = [length for length in _LENGTHS if length <= max_len]
   row_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(sampler._streams[0].cache))
   parameters = sum(x.size for x in jax.tree.leaves(params))
 
-  def feed(length: int) -> None:
+  def prefill(length: int) -> None:
     tokens = np.ones(length, np.int32)
     sampler.prefill(params, [PrefillRow(0, 0, tokens, None)], num_rows=1, width=length, live_len=length)
 
-  fed = [_best(lambda length=length: feed(length), sampler, repeats) for length in lengths]
-  result: dict[str, Any] = {"max_len": max_len, "row_bytes": row_bytes, "ms_to_feed": [1e3 * x for x in fed]}
+  times = [_best(lambda length=length: prefill(length), sampler, repeats) for length in lengths]
+  result: dict[str, Any] = {"max_len": max_len, "row_bytes": row_bytes, "ms_to_prefill": [1e3 * x for x in times]}
   for name, to_host in (("host", True), ("device", False)):
-    copied = _best(lambda to_host=to_host: sampler.restore(1, sampler.save(0, to_host=to_host)), sampler, repeats)
+    copied = _best(lambda to_host=to_host: sampler.write_row(1, sampler.read_row(0, to_host=to_host)), sampler, repeats)
     result[name] = {
       "ms_to_copy": 1e3 * copied,
-      "flops_per_copy": 2.0 * parameters * lengths[-1] / fed[-1] * copied,
-      "pays_from": next((n for n, seconds in zip(lengths, fed, strict=True) if seconds > copied), None),
-      "pays_from_by_rule": next((n for n in lengths if sampler.copy_pays(params, n, to_host=to_host)), None),
+      "flops_per_copy": 2.0 * parameters * lengths[-1] / times[-1] * copied,
+      "pays_from": next((n for n, seconds in zip(lengths, times, strict=True) if seconds > copied), None),
+      "pays_from_by_rule": next((n for n in lengths if sampler.copy_is_cheaper(params, n, to_host=to_host)), None),
     }
   sampler.close()
   return result
 
 
 def run(*, slots: int, max_lens: Sequence[int], repeats: int) -> dict[str, Any]:
-  """Prints a row per size and way; returns the last line's object."""
+  """Prints a row per size and kind of copy; returns the object for the last line."""
   params = init_policy(decoding.MODEL, jax.random.key(0))
   results = [measure(params, slots=slots, max_len=max_len, repeats=repeats) for max_len in max_lens]
   for result in results:
     for name in ("host", "device"):
       way = result[name]
       print(
-        f"max_len {result['max_len']:5}, {name:>6}: copy {way['ms_to_copy']:6.2f} ms, feed all "
-        f"{result['ms_to_feed'][-1]:7.2f} ms; a copy pays from {way['pays_from']} tokens, by the rule from "
+        f"max_len {result['max_len']:5}, {name:>6}: copy {way['ms_to_copy']:6.2f} ms, prefill all "
+        f"{result['ms_to_prefill'][-1]:7.2f} ms; a copy is cheaper from {way['pays_from']} tokens, by the rule from "
         f"{way['pays_from_by_rule']}"
       )
   return {"device": jax.devices()[0].device_kind, "sizes": results}
@@ -82,8 +84,8 @@ def run(*, slots: int, max_lens: Sequence[int], repeats: int) -> dict[str, Any]:
 def define_flags() -> None:
   """Defines the command's flags (not at import: other commands have flags of the same names)."""
   flags.DEFINE_integer("slots", 8, "Slots of the cache.", lower_bound=2)
-  flags.DEFINE_multi_integer("max_len", [256, 1024], "Entries per slot.", lower_bound=16)
-  flags.DEFINE_integer("repeats", 10, "Measurements, of which the best counts.", lower_bound=1)
+  flags.DEFINE_multi_integer("max_len", [256, 1024], "Cache entries per slot.", lower_bound=16)
+  flags.DEFINE_integer("repeats", 10, "Number of measurements; the best one counts.", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:

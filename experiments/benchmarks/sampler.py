@@ -2,18 +2,18 @@
 
 A Qwen3 model with random weights (4 layers, d 128, 4 query and 2 key/value heads of 32, MLP 384, vocabulary 1,024,
 float32), 32 slots, prompts of 32 tokens, 256 new tokens at temperature 1, log-probs returned. This library's sampler
-and, where google-tunix is installed, its `tunix.generate.sampler.Sampler` take turns in one process; the best of each
-is kept, as is the best rate of a large float32 matmul, so that what else the machine does falls on all alike.
+and, if google-tunix is installed, its `tunix.generate.sampler.Sampler` take turns in one process. The best result of
+each is kept, and the best rate of a large float32 matmul, so that other load on the machine affects all of them alike.
 
 `share_of_limit` = tokens/s * FLOPs per token (projections, head, attention at the mean true length) / the rate of a
-square matmul that has all cores for itself. Two more shares say what a step of so few rows could reach at all, measured
-in the same process: `share_of_bare_matmuls` is that of steps of nothing but the model's matmuls, in as many streams (a
-kernel is read for each few rows, so that memory and not multipliers sets the rate), and `share_of_bare_step` that of
-steps which also multiply with the cached keys and values (one FLOP per byte read).
+square matmul on all cores. Two more shares show the limit for a step of so few rows, measured in the same process.
+`share_of_bare_matmuls` is that of steps with only the model's matmuls, in as many streams. (Weights are read for every
+few rows, so memory and not arithmetic limits the rate.) `share_of_bare_step` is that of steps that also multiply with
+the cached keys and values (one FLOP per byte read).
 
-Predictions written down before anything was tuned (2 cores): Tunix 2,800 tokens/s, as measured before; the step of
-32 tokens costs 1.5 ms for its matmuls (32 rows reach about half of the limit), 0.5 ms for attention, 0.3 ms for
-sampling, 0.3 ms for the rest: 12,000 tokens/s, 4.4 times Tunix, 35 % of the limit.
+Predictions before any tuning (2 cores): Tunix 2,800 tokens/s, as measured before. A step of 32 tokens costs 1.5 ms for
+its matmuls (32 rows reach about half of the limit), 0.5 ms for attention, 0.3 ms for sampling and 0.3 ms for the rest:
+12,000 tokens/s, 4.4 times Tunix, 35 % of the limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sao_jax.utils.extras import require_extra
 
 
 class _NumberTokenizer:
-  """Tunix wants a tokenizer: token ids written as decimal numbers."""
+  """Tokenizer for Tunix: token ids as decimal numbers."""
 
   def encode(self, text: str, **_: Any) -> list[int]:
     return [int(x) for x in text.split()]
@@ -45,14 +45,14 @@ class _NumberTokenizer:
     return 1
 
   def eos_id(self) -> int:
-    return decoding.MODEL.vocab_size + 1  # never sampled: all sequences have full length, as ours do
+    return decoding.MODEL.vocab_size + 1  # never sampled, so that all sequences have full length, as in our sampler
 
   def pad_id(self) -> int:
     return 0
 
 
 def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
-  """`f(seed)` -> number of tokens that Tunix's sampler returned; None where Tunix is not installed."""
+  """Returns `f(seed)`: number of tokens that Tunix's sampler generates; None if Tunix is not installed."""
   try:
     with require_extra("bench"), decoding.quiet():
       from tunix.generate import sampler as tunix_sampler
@@ -70,7 +70,7 @@ def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
       cache_size=length, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
     ),
   )
-  # It puts a first token before each prompt.
+  # Tunix adds a first token to each prompt.
   prompts = [" ".join(str(1 + (s * 31 + i) % 1000) for i in range(decoding.PROMPT_TOKENS - 1)) for s in range(slots)]
 
   def generate(seed: int) -> int:
@@ -89,7 +89,7 @@ def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
 
 
 def run(*, slots: int, new_tokens: int, chunk_steps: int, streams: int, repeats: int) -> dict[str, float | None]:
-  """Times all contenders, prints rows and returns the last line's object."""
+  """Measures all samplers, prints rows and returns the object for the last line."""
   length = decoding.PROMPT_TOKENS + new_tokens
   params = init_policy(decoding.MODEL, jax.random.key(0))
   ours = decoding.raw_decoder(
@@ -100,16 +100,16 @@ def run(*, slots: int, new_tokens: int, chunk_steps: int, streams: int, repeats:
     live_buckets=tuple(range(32, length, 32)) + (length,),
     streams=streams,
   )
-  contenders: dict[str, Callable[[int], int]] = {"sao_jax": lambda seed: ours(seed)[0].size}
+  samplers: dict[str, Callable[[int], int]] = {"sao_jax": lambda seed: ours(seed)[0].size}
   if (tunix := tunix_decoder(slots, new_tokens)) is not None:
-    contenders["tunix"] = tunix
-  for generate in contenders.values():
+    samplers["tunix"] = tunix
+  for generate in samplers.values():
     generate(0)  # compiles
-  rates = dict.fromkeys(contenders, 0.0)
+  rates = dict.fromkeys(samplers, 0.0)
   gflops = 0.0
   for seed in range(1, repeats + 1):
     gflops = max(gflops, decoding.matmul_gflops())
-    for name, generate in contenders.items():
+    for name, generate in samplers.items():
       began = time.perf_counter()
       rates[name] = max(rates[name], generate(seed) / (time.perf_counter() - began))
   flops = decoding.flops_per_token(decoding.MODEL, decoding.PROMPT_TOKENS + new_tokens / 2)

@@ -1,26 +1,36 @@
-"""Rollouts: weights, the engine that generates trajectories, and the queue that hands them to the learner."""
+"""Rollouts: engines that generate trajectories, the queue that passes them to the learner, and weight sync."""
 
 from __future__ import annotations
 
 from sao_jax.rollout.engine.config import EngineConfig
-from sao_jax.rollout.engine.engine import Engine, EngineThread, ParamsFor
+from sao_jax.rollout.engine.engine import Engine, EngineThread, ParamsFor, RolloutEngine
 from sao_jax.rollout.engine.sampler import Sampler, SamplerSpec, sample_tokens
-from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao_jax.rollout.episodes import EnvResponse, EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.failures import TooManyFailuresError
+from sao_jax.rollout.requests import RequestStream
+from sao_jax.rollout.schedules import AsyncSchedule, LaggedSchedule, RolloutSchedule
 from sao_jax.rollout.trajectory_queue import TrajectoryQueue
-from sao_jax.rollout.weight_sync import WeightStore
+from sao_jax.rollout.weight_sync import WeightHistory, WeightStore, WeightSync
 
 __all__ = [
+  "AsyncSchedule",
   "Engine",
   "EngineConfig",
   "EngineThread",
+  "EnvResponse",
   "EpisodeFailure",
   "EpisodeRequest",
+  "LaggedSchedule",
   "ParamsFor",
+  "RequestStream",
+  "RolloutEngine",
+  "RolloutSchedule",
   "Sampler",
   "SamplerSpec",
   "TooManyFailuresError",
   "TrajectoryQueue",
+  "WeightHistory",
   "WeightStore",
+  "WeightSync",
   "sample_tokens",
 ]

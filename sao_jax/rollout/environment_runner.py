@@ -1,4 +1,4 @@
-"""Calls into a user's environments: what comes out is checked, what goes wrong is an `EpisodeFailure`."""
+"""Checked calls into a user's environments. Errors in them become an `EpisodeFailure`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ import numpy as np
 
 from sao_jax.rollout.engine.config import EngineConfig
 from sao_jax.rollout.episodes import EnvResponse, EpisodeFailure, check_step, check_text, encode_text
-from sao_jax.rollout.user_errors import describe, from_outside, trace
+from sao_jax.rollout.user_errors import describe, format_traceback, is_interrupt
 from sao_jax.types import Environment, EnvironmentFactory, Tokenizer
 
 _log = logging.getLogger(__name__)
 
 
 class EnvironmentHolder:
-  """One environment, made when first needed; its methods run on a worker thread, one at a time."""
+  """One environment, made on first use. Its methods run on a worker thread, one at a time.
+
+  Args:
+    make_env: makes the environment, and makes it again after a failed `reset`.
+    tokenizer: encodes prompts and observations, decodes actions.
+    config: limits on lengths and rewards; number of `reset` retries.
+  """
 
   def __init__(self, make_env: EnvironmentFactory, tokenizer: Tokenizer, config: EngineConfig):
     self._make_env = make_env
@@ -27,7 +33,14 @@ class EnvironmentHolder:
     self._env: Environment | None = None
 
   def reset(self, task_index: int) -> EnvResponse:
-    """Starts an episode; returns the prompt. What raises is tried again with a fresh environment, a few times."""
+    """Starts an episode and returns its prompt. A `reset` that raises is retried with a fresh environment.
+
+    Args:
+      task_index: passed to `Environment.reset`, >= 0.
+
+    Raises:
+      EpisodeFailure: every attempt raised, or the prompt is empty, too long or not text.
+    """
     limit = self._config.max_len
     prompt, retries = self._try_reset(task_index)
     try:
@@ -35,7 +48,7 @@ class EnvironmentHolder:
     except EpisodeFailure:
       raise
     except BaseException as error:
-      if from_outside(error):
+      if is_interrupt(error):
         raise
       raise EpisodeFailure("reset_error", f"task {task_index}: {describe(error)}") from error
     if ids.shape[0] == 0:
@@ -49,7 +62,7 @@ class EnvironmentHolder:
     return EnvResponse(text=prompt, ids=ids, retries=retries)
 
   def _try_reset(self, task_index: int) -> tuple[str, int]:
-    """`(prompt, failed attempts before)`."""
+    """Returns `(prompt, number of failed attempts)`."""
     attempts = 1 + self._config.reset_retries
     for attempt in range(attempts):
       try:
@@ -57,9 +70,9 @@ class EnvironmentHolder:
           self._env = self._make_env()
         prompt = self._env.reset(task_index)
       except BaseException as error:
-        if from_outside(error):
+        if is_interrupt(error):
           raise
-        failure = error  # raised once the attempts are used up
+        failure = error  # raised after the last attempt
         self.close()
       else:
         return check_text(prompt, "prompt", self._config.max_observation_chars), attempt
@@ -67,7 +80,14 @@ class EnvironmentHolder:
     raise EpisodeFailure("reset_error", what) from failure
 
   def step(self, action: np.ndarray) -> tuple[str, EnvResponse]:
-    """Hands an action over; returns its text and the answer."""
+    """Decodes an action, passes it to the environment, and returns its text and the checked response.
+
+    Args:
+      action: `[n]` int32 token ids, stop id included.
+
+    Raises:
+      EpisodeFailure: the environment or the tokenizer raised, or the response cannot be used.
+    """
     assert self._env is not None
     limits = self._config.max_observation_chars, self._config.max_abs_reward
     try:
@@ -76,18 +96,18 @@ class EnvironmentHolder:
     except EpisodeFailure:
       raise
     except BaseException as error:
-      if from_outside(error):
+      if is_interrupt(error):
         raise
       raise EpisodeFailure("step_error", describe(error)) from error
 
   def close(self, *_: Any) -> None:
-    """Closes the environment if there is one; an error in it is logged, since nothing depends on it any more."""
+    """Closes the environment if there is one. An error in its `close` is only logged: nothing depends on it."""
     env, self._env = self._env, None
     if env is None:
       return
     try:
       env.close()
     except BaseException as error:
-      if from_outside(error):
+      if is_interrupt(error):
         raise
-      _log.warning("Environment.close() failed: %s", trace(error))
+      _log.warning("Environment.close() failed: %s", format_traceback(error))

@@ -1,4 +1,4 @@
-"""One episode on the host while it is being generated, and its way into a `Trajectory`."""
+"""Host-side record of an episode while it is generated, and its conversion to a `Trajectory`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sao_jax.types import Ended, Step, Tokenizer, Trajectory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpisodeRequest:
-  """An episode that the engine is asked to run."""
+  """A request to run one episode; `ValueError` if a field is out of range."""
 
   task_index: int
-  """Which task (`Environment.reset`)."""
+  """Index of the task, >= 0; passed to `Environment.reset`."""
   episode_id: int
-  """Unique in the run, 0 <= id < 2**31; also what the episode's sampling noise is derived from."""
+  """Number of the episode, unique in the run, in [0, 2**31). The episode's sampling noise is derived from it."""
   group_id: int
-  """Shared by the episodes that are compared with one another; equal to `episode_id` for single rollouts."""
+  """Shared by the episodes of one prompt whose rewards are compared; equal to `episode_id` for single rollouts."""
   max_action_tokens: int | None = None
-  """Tokens of one action, if fewer than `EngineConfig.max_action_tokens`; None: that many."""
+  """Upper bound on the tokens of one action, >= 1, if lower than `EngineConfig.max_action_tokens`; None: no other."""
 
   def __post_init__(self) -> None:
     if self.max_action_tokens is not None and self.max_action_tokens < 1:
@@ -38,7 +38,12 @@ class EpisodeRequest:
 
 
 class EpisodeFailure(Exception):
-  """An episode that fails alone; `kind` is what it is counted under."""
+  """Failure of a single episode. The other episodes go on.
+
+  Args:
+    kind: short name under which the failure is counted ("timeout", "bad_reward", ...).
+    message: the details.
+  """
 
   def __init__(self, kind: str, message: str):
     super().__init__(message)
@@ -47,35 +52,56 @@ class EpisodeFailure(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvResponse:
-  """What an environment answered, checked: the engine's loop meets no other value of a user's making."""
+  """Checked response of an environment: the prompt after `reset`, the observation and reward after `step`."""
 
   text: str
+  """Prompt or observation."""
   ids: np.ndarray
-  """`[n]` int32: `text` tokenised."""
+  """`[n]` int32: the tokens of `text`; empty after a final action."""
   reward: float = 0.0
+  """Reward of the action, within +-`EngineConfig.max_abs_reward`."""
   done: bool = False
+  """The episode is over."""
   truncated: bool = False
+  """With `done`: the environment ended the episode early (out of turns or time)."""
   success: bool | None = None
+  """`Step.info["success"]`; None if it is missing."""
   retries: int = 0
-  """Of a reset: failed attempts before this one."""
+  """After `reset`: number of attempts that failed before."""
 
 
 def check_text(text: Any, what: str, max_chars: int) -> str:
-  """Returns `text` if it is a str of bearable size; `EpisodeFailure` otherwise."""
+  """Returns `text` as a plain str; `EpisodeFailure` if it is no str, too long, or not encodable as UTF-8.
+
+  Args:
+    text: what a user's environment returned.
+    what: "prompt" or "observation", for the kind and the message of the failure.
+    max_chars: longest text allowed.
+  """
   if not isinstance(text, str):
     raise EpisodeFailure(f"bad_{what}", f"{what} must be a str; received {type(text).__name__}.")
-  text = str.__str__(text)  # of a subclass (numpy.str_, say) the characters only, not its methods
+  text = str.__str__(text)  # a subclass (numpy.str_, say) may override methods such as __len__
   if len(text) > max_chars:
-    raise EpisodeFailure(f"{what}_too_long", f"{what} has {len(text)} characters; allowed are {max_chars}.")
+    raise EpisodeFailure(f"{what}_too_long", f"{what} must have at most {max_chars} characters; received {len(text)}.")
   try:
     text.encode("utf-8")
   except UnicodeEncodeError as error:
-    raise EpisodeFailure(f"bad_{what}", f"{what} must be text that UTF-8 can hold: {error}") from error
+    raise EpisodeFailure(f"bad_{what}", f"{what} must be encodable as UTF-8: {error}") from error
   return text
 
 
 def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, max_abs_reward: float) -> EnvResponse:
-  """Returns what `Environment.step` answered if it can be used; `EpisodeFailure` otherwise."""
+  """Checks the return value of `Environment.step`.
+
+  Args:
+    step: what the environment returned.
+    encode: text to `[n]` int32 token ids.
+    max_chars: longest observation allowed.
+    max_abs_reward: largest reward allowed, in either direction.
+
+  Raises:
+    EpisodeFailure: it is no `Step`, or a field has a wrong type or is out of range.
+  """
   if not isinstance(step, Step):
     raise EpisodeFailure("bad_step", f"Environment.step must return a Step; received {type(step).__name__}.")
   text = check_text(step.observation, "observation", max_chars)
@@ -84,7 +110,7 @@ def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, m
   success = step.info.get("success")
   return EnvResponse(
     text=text,
-    # What follows a final action is never fed to the policy.
+    # The policy never sees an observation after the final action.
     ids=np.zeros(0, np.int32) if done else encode(text),
     reward=reward,
     done=done,
@@ -94,7 +120,7 @@ def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, m
 
 
 def _scalar(value: Any) -> Any:
-  """A Python number in place of a NumPy, JAX or PyTorch scalar."""
+  """Converts a NumPy, JAX or PyTorch scalar to a Python number; returns other values as they are."""
   return value.item() if getattr(value, "shape", None) == () else value
 
 
@@ -118,32 +144,37 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
-  """`[n]` int32: the tokens of `text`; `EpisodeFailure` if what the tokenizer gives are no ids of its vocabulary."""
+  """Encodes `text` as `[n]` int32; `EpisodeFailure` if the tokenizer returns anything but ids of its vocabulary."""
   ids = np.asarray(tokenizer.encode(text))
   if ids.size == 0:
     return np.zeros(0, np.int32)
   if ids.ndim != 1 or ids.dtype.kind not in "iu":
     received = f"{ids.dtype.name}{list(ids.shape)}"
-    raise EpisodeFailure("bad_tokens", f"a tokenizer must give a flat list of integers; received {received}.")
+    raise EpisodeFailure("bad_tokens", f"Tokenizer.encode must return a flat list of integers; received {received}.")
   outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
   if outside.size:
     size, listed = tokenizer.vocab_size, outside[:5].tolist()
-    raise EpisodeFailure("bad_tokens", f"token ids must be in [0, {size}); the tokenizer gave {listed}.")
+    raise EpisodeFailure("bad_tokens", f"Tokenizer.encode must return ids in [0, {size}); received {listed}.")
   return ids.astype(np.int32)
 
 
 class Episode:
-  """Tokens, log-probs, versions and rewards of an episode so far, in pieces (one per prompt, chunk, observation)."""
+  """Tokens, log-probs, versions and rewards of an episode so far, kept as one piece per prompt, chunk or observation.
+
+  Args:
+    request: the episode.
+    prompt: response to `reset`.
+  """
 
   def __init__(self, request: EpisodeRequest, prompt: EnvResponse):
     self.request = request
     self.num_turns = 0
     self.length = 0
-    """Tokens so far."""
+    """Number of tokens so far."""
     self.action_length = 0
-    """Tokens of the action being written."""
-    self.cut_action: np.ndarray | None = None
-    """The last action, if it ran out of tokens: no environment has seen it."""
+    """Number of tokens of the current action."""
+    self.unfinished_action: np.ndarray | None = None
+    """`[n]` int32: the last action, if it was truncated before its stop id. The environment has not seen it."""
     self._action: list[np.ndarray] = []
     self._tokens: list[np.ndarray] = []
     self._logp: list[np.ndarray | None] = []
@@ -161,63 +192,75 @@ class Episode:
     self.length += tokens.shape[0]
 
   def tokens(self) -> np.ndarray:
-    """All tokens so far, `[length]` int32."""
+    """Returns all tokens so far, `[length]` int32."""
     return np.concatenate(self._tokens)
 
   def add_sampled(self, tokens: np.ndarray, logp: np.ndarray, version: int) -> None:
-    """Appends action tokens `[n]` with the log-probs `[n]` and the one version that they were sampled with."""
+    """Appends sampled tokens of the current action.
+
+    Args:
+      tokens: `[n]` int32.
+      logp: `[n]` float32 behaviour log-probs.
+      version: policy version that sampled all of them, >= 0.
+    """
     self._append(tokens, logp, version)
     self._action.append(tokens)
     self.action_length += tokens.shape[0]
 
   def budget(self, config: EngineConfig) -> int:
-    """Tokens that the current action may still have."""
+    """Returns the number of tokens that may still be sampled for the current action."""
     limit = min(config.max_action_tokens, self.request.max_action_tokens or config.max_action_tokens)
     return min(limit - self.action_length, config.max_len - self.length)
 
   def end_action(self) -> np.ndarray:
-    """Closes the action and returns its tokens."""
+    """Ends the current action and returns its tokens, `[n]` int32."""
     action = np.concatenate(self._action)
     self._action = []
     self.action_length = 0
     self.num_turns += 1
     return action
 
-  def take_response(self, action_text: str, answer: EnvResponse, config: EngineConfig) -> Ended | None:
-    """Books an environment's answer to the last action; returns how the episode ended, or None if it goes on."""
-    self._add_reward(action_text, answer)
-    if answer.done:
-      return "truncated" if answer.truncated else "terminal"
-    if self.num_turns >= config.max_turns or self.length + len(answer.ids) >= config.max_len:
+  def add_response(self, action_text: str, response: EnvResponse, config: EngineConfig) -> Ended | None:
+    """Records the environment's response to the last action: its reward and, unless the episode ends, its observation.
+
+    Returns:
+      How the episode ended; None if it goes on.
+    """
+    self._add_reward(action_text, response)
+    if response.done:
+      return "truncated" if response.truncated else "terminal"
+    if self.num_turns >= config.max_turns or self.length + len(response.ids) >= config.max_len:
       return "truncated"
-    self._add_observation(answer)
+    self._add_observation(response)
     return None
 
-  def _add_reward(self, action_text: str, answer: EnvResponse) -> None:
-    """Books the answer's reward on the last action token (call before `_add_observation`)."""
+  def _add_reward(self, action_text: str, response: EnvResponse) -> None:
+    """Records the reward on the last action token; must be called before `_add_observation`."""
     self._texts.append(action_text)
-    self._rewards.append((self.length - 1, answer.reward))
-    self._success = answer.success
+    self._rewards.append((self.length - 1, response.reward))
+    self._success = response.success
 
-  def _add_observation(self, answer: EnvResponse) -> None:
-    """Appends what the environment said."""
-    if answer.ids.shape[0]:
-      self._append(answer.ids, None, -1)
-    self._texts.append(answer.text)
+  def _add_observation(self, response: EnvResponse) -> None:
+    if response.ids.shape[0]:
+      self._append(response.ids, None, -1)
+    self._texts.append(response.text)
 
   def finish(
     self, ended: Ended, decode: Callable[[Sequence[int]], str], *, truncated_reward: float | None = None
   ) -> Trajectory:
-    """Builds the trajectory; `EpisodeFailure` if its checks refuse it.
+    """Builds the trajectory.
 
     Args:
       ended: how the episode ended.
-      decode: the tokenizer's.
-      truncated_reward: with 'truncated', the reward in place of all that was earned; None: that stays.
+      decode: `Tokenizer.decode`.
+      truncated_reward: with 'truncated', replaces all rewards of the episode; None: they stay.
+
+    Raises:
+      EpisodeFailure: decoding failed, or `Trajectory` refused the arrays (a log-prob that is not finite, say).
     """
-    if self.cut_action is not None:
+    if self.unfinished_action is not None:
       try:
-        self._texts.append(decode(self.cut_action.tolist()))
+        self._texts.append(decode(self.unfinished_action.tolist()))
       except Exception as error:
         raise EpisodeFailure("decode_error", describe(error)) from error
     tokens = self.tokens()
@@ -247,7 +290,7 @@ class Episode:
         group_id=self.request.group_id,
         num_turns=self.num_turns,
         success=total > 0 if self._success is None else self._success,
-        text="".join(self._texts).encode("utf-8", "replace").decode("utf-8"),  # a tokenizer may decode to surrogates
+        text="".join(self._texts).encode("utf-8", "replace").decode("utf-8"),  # a tokenizer may return surrogates
       )
     except ValueError as error:
       raise EpisodeFailure("bad_trajectory", str(error)) from error

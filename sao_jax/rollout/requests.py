@@ -1,4 +1,4 @@
-"""Which episode comes next: a pure function of its number, so that a resumed run neither skips nor repeats a task."""
+"""The order of episodes: a pure function of their number, so that a resumed run neither skips nor repeats a task."""
 
 from __future__ import annotations
 
@@ -12,16 +12,28 @@ from sao_jax.rollout.episodes import EpisodeRequest
 
 
 class RequestStream:
-  """Hands out episodes 0, 1, 2, ...; thread-safe.
+  """Requests for episodes 0, 1, 2, ... without end; thread-safe.
 
-  Episode n belongs to group n // group_size, and group g runs task g of a shuffled pass over the tasks (every pass has
-  its own permutation).
+  Episode n belongs to group n // group_size. All episodes of a group run the same task. The tasks come in shuffled
+  passes, each with its own permutation.
+
+  >>> stream = RequestStream(num_tasks=3, group_size=2, seed=0)
+  >>> [stream.next().group_id for _ in range(6)]
+  [0, 0, 1, 1, 2, 2]
+  >>> resumed = RequestStream(num_tasks=3, group_size=2, seed=0)
+  >>> resumed.restore(stream.state(running=[4]))  # episode 4 had not ended
+  >>> resumed.next().episode_id, resumed.next().episode_id
+  (4, 6)
 
   Args:
-    num_tasks: size of the task set; passes follow one another without end.
-    group_size: episodes per task, in a row.
-    seed: decides the order of the tasks.
-    part: `(index, count)`: of every `count` groups only number `index` is handed out here; the others run elsewhere.
+    num_tasks: size of the task set, >= 1.
+    group_size: consecutive episodes per task, >= 1.
+    seed: seed of the permutations, >= 0.
+    part: `(index, count)`: this stream returns only every `count`-th group, starting with group `index`. Streams in
+      other processes return the rest.
+
+  Raises:
+    ValueError: `num_tasks` or `group_size` is below 1.
   """
 
   def __init__(self, *, num_tasks: int, group_size: int, seed: int, part: tuple[int, int] = (0, 1)):
@@ -33,11 +45,12 @@ class RequestStream:
     self._part = part
     self._cursor = 0
     self._again: list[int] = []
+    """Episodes that were running when the state was saved; they come first."""
     self._permutation: tuple[int, np.ndarray] | None = None
     self._lock = threading.Lock()
 
   def next(self) -> EpisodeRequest:
-    """The next episode."""
+    """Returns the request for the next episode."""
     with self._lock:
       if self._again:
         return self._request(self._again.pop(0))
@@ -48,16 +61,16 @@ class RequestStream:
       return self._request(self._cursor - 1)
 
   def state(self, running: Iterable[int] = ()) -> dict[str, Any]:
-    """JSON-able: where the stream stands, and the episodes that a resumed run has to start again.
+    """Returns the position in the stream as JSON values.
 
     Args:
-      running: numbers of the episodes that were handed out and have not ended.
+      running: numbers of the episodes that were started and have not ended. A resumed run starts them again.
     """
     with self._lock:
       return {"cursor": self._cursor, "again": sorted({*self._again, *running})}
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Goes on from `state`: first the episodes that were running then, under their old numbers."""
+    """Continues from `state()`. Episodes that were running then come first, under their old numbers."""
     with self._lock:
       self._cursor = int(state["cursor"])
       self._again = [int(x) for x in state["again"]]

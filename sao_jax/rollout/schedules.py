@@ -1,7 +1,7 @@
-"""Rollout schedules: where the learner's next batch comes from.
+"""Rollout schedules: the order in which batches are generated and used.
 
-async    an engine thread generates all the time and takes up new weights in flight; the queue bounds staleness
-lagged   one thread, deterministic: weights are a set number of versions old, and may change mid-trajectory
+async    an engine thread generates all the time and takes new weights in flight; the queue bounds staleness
+lagged   one thread, deterministic: weights are a set number of versions old and may change within a trajectory
 sync     lagged with a lag of 0: generate a batch, then train on it; on-policy
 """
 
@@ -22,13 +22,13 @@ from sao_jax.types import Params, Trajectory
 
 _POLL_S = 0.5
 _STOP_S = 10.0
-"""Seconds that the engine's thread has to end. With what follows, a signal must end the run within 30 s."""
+"""Seconds that the engine's thread gets to stop. After a signal the whole run must end within 30 s."""
 
 _log = logging.getLogger(__name__)
 
 
 class Generator(Protocol):
-  """An engine, or several engines that share the requests."""
+  """An engine, or several engines that split the requests among them."""
 
   def generate(self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int) -> Iterator[Trajectory]:
     """See `Engine.generate`."""
@@ -36,23 +36,23 @@ class Generator(Protocol):
 
 
 class RolloutSchedule(Protocol):
-  """The training loop's view of a schedule."""
+  """Interface between the training loop and a schedule."""
 
   runs_on_caller: bool
-  """Whether `next_batch` generates on the caller's thread, where an exception of a signal may end it at any point."""
+  """Whether `next_batch` generates on the caller's thread, so that a signal handler's exception may interrupt it."""
 
   def next_batch(self, version: int) -> list[Trajectory]:
-    """The trajectories of the next learner step, for a learner at `version`."""
+    """Returns the trajectories of the next learner step, for a learner at policy version `version`."""
     ...
 
   def counters(self) -> dict[str, int]:
-    """`queue_size`, `dropped_stale`, `dropped_incomplete_group`."""
+    """Returns `queue_size`, `dropped_stale` and `dropped_incomplete_group`, in trajectories."""
     ...
 
   def state(self, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
-    """What a resume after `step` learner steps needs: JSON, and the trajectories that wait for the learner.
+    """Returns the state after `step` learner steps: JSON values, and the trajectories that wait for the learner.
 
-    A batch that was handed out for a later step counts as not handed out.
+    A batch that `next_batch` returned for a later step counts as still waiting.
     """
     ...
 
@@ -61,21 +61,24 @@ class RolloutSchedule(Protocol):
     ...
 
   def close(self) -> None:
-    """Ends what runs in the background, and raises what it failed with."""
+    """Stops background threads, and raises the exception that ended them, if any."""
     ...
 
 
 class LaggedSchedule:
-  """Generates each batch to its end on the caller's thread, with weights up to `lag` versions old.
+  """Schedule that generates each batch on the caller's thread, with weights up to `lag` versions old.
 
   Args:
     engine: the engine; deterministic if its environments are.
     requests: episodes to run.
-    weights: the published versions; a batch begins with the oldest.
+    weights: the published versions; a batch starts with the oldest one.
     batch_size: trajectories per batch; a multiple of `group_size`.
-    group_size: episodes that are compared with one another; incomplete groups are replaced by new ones.
-    switch_chunks: decode chunks after which the engine takes up the next version, up to the newest. None: it does not,
-      so that a trajectory has one version.
+    group_size: episodes per group; incomplete groups are replaced by new ones.
+    switch_chunks: number of decode chunks, >= 1, after which the engine takes the next version, up to the newest. None:
+      a batch is generated with one version.
+
+  Raises:
+    ValueError: `switch_chunks` is below 1.
   """
 
   runs_on_caller = True
@@ -99,15 +102,16 @@ class LaggedSchedule:
     self._group_size = group_size
     self._switch_chunks = switch_chunks
     self._dropped_incomplete_group = 0
-    self._handed_out_at = -1
+    self._batch_version = -1
+    """The learner's version when it took its last batch."""
     self._before_batch = self._position()
 
   def next_batch(self, version: int) -> list[Trajectory]:
-    self._before_batch, self._handed_out_at = self._position(), version
+    self._before_batch, self._batch_version = self._position(), version
     batch: list[Trajectory] = []
     while len(batch) < self._batch_size:
       wanted = [self._requests.next() for _ in range(self._batch_size - len(batch))]
-      # Seeded by its place in the run: the same whatever ran before in this process.
+      # The seed depends on the position in the run only, so that a resumed run samples the same.
       done = list(self._engine.generate(self._params_for, wanted, seed=wanted[0].episode_id))
       batch += self._complete_groups(done)
     return sorted(batch, key=lambda x: x.episode_id)
@@ -116,11 +120,13 @@ class LaggedSchedule:
     return {"queue_size": 0, "dropped_stale": 0, "dropped_incomplete_group": self._dropped_incomplete_group}
 
   def state(self, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
-    return self._position() if step > self._handed_out_at else self._before_batch, []
+    return self._position() if step > self._batch_version else self._before_batch, []
 
   def restore(self, state: Mapping[str, Any], waiting: list[Trajectory]) -> None:
     if waiting:
-      raise ValueError(f"a lagged schedule keeps no trajectories between steps; received {len(waiting)}.")
+      raise ValueError(
+        f"waiting must be empty, since a lagged schedule keeps no trajectories between steps; received {len(waiting)}."
+      )
     self._requests.restore(state["requests"])
     self._dropped_incomplete_group = int(state["dropped_incomplete_group"])
 
@@ -141,14 +147,16 @@ class LaggedSchedule:
 
 
 class AsyncSchedule:
-  """An engine thread generates all the time; the queue bounds staleness; weights are taken up in flight.
+  """Schedule whose engine generates all the time on a thread of its own. The queue bounds staleness.
+
+  The engine takes new weights in flight, also in the middle of a trajectory.
 
   Args:
-    engine: the engine, or a cluster of them. A thread of this object drives it from the first `next_batch` on.
+    engine: the engine, or a cluster of them. The thread runs it from the first `next_batch` on.
     requests: episodes to run.
-    queue: between the engine and the learner.
-    weights: the newest version; something must be published before the first `next_batch`.
-    on_wait: called every half second while `next_batch` waits; what it raises ends the wait.
+    queue: holds finished trajectories for the learner.
+    weights: the newest version; one must be published before the first `next_batch`.
+    on_wait: called every half second while `next_batch` waits. An exception that it raises ends the wait.
   """
 
   runs_on_caller = False
@@ -166,7 +174,7 @@ class AsyncSchedule:
     self._queue = queue
     self._weights = weights
     self._on_wait = on_wait
-    self._handed_out: tuple[int, list[Trajectory]] = (-1, [])
+    self._last_batch: tuple[int, list[Trajectory]] = (-1, [])
     """The learner's version when it took its last batch, and that batch."""
     self._started = False
     self._starting = threading.Lock()
@@ -175,7 +183,7 @@ class AsyncSchedule:
     )
 
   def start(self) -> None:
-    """Starts to generate; `next_batch` does it if nobody else has."""
+    """Starts generating, unless it has started; `next_batch` calls this too."""
     if not self._started:
       self._started = True
       self._thread.start()
@@ -186,7 +194,7 @@ class AsyncSchedule:
       self._thread.check()
       self._on_wait()
       if batch := self._queue.get_batch(version, timeout=_POLL_S):
-        self._handed_out = version, batch
+        self._last_batch = version, batch
         return batch
 
   def counters(self) -> dict[str, int]:
@@ -198,10 +206,10 @@ class AsyncSchedule:
     }
 
   def state(self, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
-    with self._starting:  # Every episode that was handed out is running, waiting or has ended.
+    with self._starting:  # now every started episode is running, waiting or has ended
       counters, waiting = self._queue.state()
       requests = self._requests.state(counters["running"])
-    version, batch = self._handed_out
+    version, batch = self._last_batch
     unused = [] if step > version else batch
     counters["used"] -= len(unused)
     return {"requests": requests, "queue": counters}, unused + waiting
@@ -215,8 +223,8 @@ class AsyncSchedule:
       if self._started:
         self._thread.stop(_STOP_S)
     except TimeoutError as error:
-      # An inline environment cannot be interrupted. Its thread ends with the process; nothing waits for it any more.
-      _log.warning("%s It is left behind.", error)
+      # An inline environment cannot be interrupted. The thread is a daemon and ends with the process.
+      _log.warning("%s The thread is left behind.", error)
     finally:
       self._queue.close()
 
@@ -229,7 +237,7 @@ class AsyncSchedule:
     return request
 
   def _emit(self, trajectory: Trajectory) -> None:
-    if not self._thread.stopping.is_set():  # or the queue may be closed
+    if not self._thread.stopping.is_set():  # otherwise the queue may be closed already
       self._queue.put(trajectory)
 
   def _fail(self, request: EpisodeRequest) -> None:

@@ -1,4 +1,4 @@
-"""The bounded queue between rollouts and learner; it decides admission, staleness and groups."""
+"""Bounded queue between rollouts and learner, with admission control, a staleness limit and groups."""
 
 from __future__ import annotations
 
@@ -16,21 +16,36 @@ _COUNTERS = ("started", "finished", "failed", "used", "dropped_stale", "dropped_
 class TrajectoryQueue:
   """Finished trajectories on their way to the learner; thread-safe.
 
-  An episode is `start`ed when it is handed to an engine and then either `put` (finished) or `fail`ed, exactly once.
-  `admission` says how many may start. What is dropped or failed is given back to admission, so a replacement can start:
-  neither `max_staleness=0` nor a failed sibling can starve the learner.
+  Call `start` when an episode is given to an engine, then exactly one of `put` (it finished) and `fail`. `admission`
+  returns how many episodes may start. Dropped and failed episodes free their place in it, so that replacements can
+  start: neither `max_staleness=0` nor a failed group member can starve the learner.
 
-  Groups (`group_size > 1`) are released when their last member arrives. If a member fails, or is too stale, the whole
-  group is discarded: members that are here are counted as dropped, members still running are dropped when they arrive.
+  With groups (`group_size > 1`) a group becomes available when its last member arrives. If a member fails or is too
+  stale, the whole group is dropped: waiting members at once, running ones when they arrive.
+
+  >>> queue = TrajectoryQueue(batch_size=4, group_size=1, max_staleness=1, capacity=16)
+  >>> queue.admission(version=0)  # two batches: for the learner at versions 0 and 1
+  8
+  >>> request = EpisodeRequest(task_index=0, episode_id=0, group_id=0)
+  >>> queue.start(request)
+  >>> queue.admission(version=0), queue.admission(version=1)
+  (7, 11)
+  >>> queue.fail(request)
+  >>> queue.admission(version=0)
+  8
 
   Args:
-    batch_size: trajectories of one learner step; a multiple of `group_size`.
-    group_size: episodes that share a `group_id`; 1 for single rollouts.
-    max_staleness: largest allowed learner version at use minus oldest version among a trajectory's action tokens.
-    capacity: while so many wait, no more episodes may start; at least `batch_size`. Those that run then are still taken
-      in: a long one among them must not stand still because the learner is slow. So no more than this and the running
-      ones wait (two for each slot: the engine refills a slot before it hands over what ended in it). Members of
-      incomplete groups do not count (their number is bounded by what admission let start).
+    batch_size: trajectories per learner step; a multiple of `group_size`.
+    group_size: episodes that share a `group_id`, >= 1; 1 for single rollouts.
+    max_staleness: largest allowed staleness, >= 0: the learner's version at use minus the oldest version among a
+      trajectory's action tokens.
+    capacity: no episode may start while this many trajectories wait; at least `batch_size`. Running episodes are still
+      accepted, because a long one must not stall while the learner is slow. So at most this many and the running ones
+      wait (two per slot: the engine refills a slot before it emits the episode that ended there). Members of incomplete
+      groups do not count; admission bounds their number.
+
+  Raises:
+    ValueError: an argument is out of range.
   """
 
   def __init__(self, *, batch_size: int, group_size: int, max_staleness: int, capacity: int):
@@ -48,16 +63,17 @@ class TrajectoryQueue:
     self._ready: collections.deque[list[Trajectory]] = collections.deque()  # complete groups, oldest first
     self._partial: dict[int, list[Trajectory]] = {}
     self._running: dict[int, int] = {}  # episode_id -> group_id
-    self._dead_groups: dict[int, int] = {}  # have a failed member -> members that have not ended, or not begun
+    self._dead_groups: dict[int, int] = {}  # group with a failed member -> its members that have not ended or started
     self._counts = dict.fromkeys(_COUNTERS, 0)
     self._closed = False
 
   def admission(self, version: int) -> int:
-    """How many more episodes may start while the learner is at `version`.
+    """Returns how many more episodes may start while the learner is at `version`; 0 while the queue is full or closed.
 
-    started - dropped - failed <= (version + max_staleness + 1) * batch_size (the rule of AReaL, arXiv 2505.24298): an
-    episode beyond that could only be used by a learner that is more than `max_staleness` versions ahead. 0 while the
-    queue is full.
+      started - dropped - failed <= (version + max_staleness + 1) * batch_size
+
+    This is the rule of AReaL (arXiv 2505.24298). An episode beyond it could only be used by a learner that is more than
+    `max_staleness` versions ahead.
     """
     with self._changed:
       if self._closed or len(self._ready) * self._group_size >= self._capacity:
@@ -66,10 +82,10 @@ class TrajectoryQueue:
       return max(0, (version + self._max_staleness + 1) * self._batch_size - outstanding)
 
   def start(self, request: EpisodeRequest) -> None:
-    """Notes that an episode was handed out.
+    """Records that an episode was given to an engine.
 
     Raises:
-      ValueError: the same episode is running already.
+      ValueError: the episode is already running.
     """
     with self._changed:
       if request.episode_id in self._running:
@@ -78,7 +94,11 @@ class TrajectoryQueue:
       self._counts["started"] += 1
 
   def fail(self, request: EpisodeRequest) -> None:
-    """Notes that a started episode ended without a trajectory; its group can no longer become complete."""
+    """Records that a started episode ended without a trajectory. Its group is dropped: it can no longer be complete.
+
+    Raises:
+      ValueError: the episode is not running.
+    """
     with self._changed:
       group_id = self._end_running(request.episode_id)
       self._counts["failed"] += 1
@@ -89,10 +109,10 @@ class TrajectoryQueue:
       self._changed.notify_all()
 
   def put(self, trajectory: Trajectory) -> None:
-    """Takes a finished trajectory.
+    """Adds the trajectory of a finished episode.
 
     Raises:
-      ValueError: its episode is not running: never started, or it was put or failed before.
+      ValueError: the episode is not running (never started, or already put or failed), or has another group.
       RuntimeError: the queue is closed.
     """
     with self._changed:
@@ -100,7 +120,10 @@ class TrajectoryQueue:
         raise RuntimeError("TrajectoryQueue.put() called after close().")
       group_id = self._end_running(trajectory.episode_id)
       if group_id != trajectory.group_id:
-        raise ValueError(f"trajectory {trajectory.episode_id}: group {trajectory.group_id}, started in {group_id}.")
+        raise ValueError(
+          f"group_id of episode {trajectory.episode_id} must be {group_id}, as when it was started; received "
+          f"{trajectory.group_id}."
+        )
       self._counts["finished"] += 1
       if group_id in self._dead_groups:
         self._counts["dropped_incomplete_group"] += 1
@@ -113,10 +136,15 @@ class TrajectoryQueue:
       self._changed.notify_all()
 
   def get_batch(self, version: int, timeout: float | None = None) -> list[Trajectory] | None:
-    """Takes `batch_size` trajectories for the learner at `version`, oldest first; drops and counts the too stale.
+    """Takes a batch for the learner at `version`, in order of arrival. Trajectories that are too stale are dropped.
+
+    Args:
+      version: the learner's policy version.
+      timeout: seconds to wait for a full batch; None: no limit.
 
     Returns:
-      None if `timeout` seconds passed first. After `close()` what is left, however short, and then an empty list.
+      `batch_size` trajectories, or None if there were not enough within `timeout`. After `close()` the rest, which may
+      be shorter, then an empty list.
     """
     groups = self._batch_size // self._group_size
 
@@ -133,7 +161,7 @@ class TrajectoryQueue:
       return batch
 
   def close(self) -> None:
-    """No more episodes will come: wakes who waits, and discards incomplete groups. Can be called twice."""
+    """Closes the queue: wakes waiting readers and drops incomplete groups. May be called twice."""
     with self._changed:
       self._closed = True
       self._counts["dropped_incomplete_group"] += sum(len(x) for x in self._partial.values())
@@ -141,41 +169,41 @@ class TrajectoryQueue:
       self._changed.notify_all()
 
   def qsize(self) -> int:
-    """Trajectories waiting, members of incomplete groups included."""
+    """Returns the number of waiting trajectories, members of incomplete groups included."""
     with self._changed:
       return self._waiting()
 
   @property
   def counters(self) -> dict[str, int]:
-    """A copy of the counts: started, finished, failed, used, dropped_stale, dropped_incomplete_group."""
+    """Numbers of episodes: started, finished, failed, used, dropped_stale, dropped_incomplete_group."""
     with self._changed:
       return dict(self._counts)
 
   def running(self) -> list[int]:
-    """Numbers of the episodes that were started and have not ended, and may still be used."""
+    """Returns the ids of the running episodes that may still be used."""
     with self._changed:
       return self._wanted()
 
   def state(self) -> tuple[dict[str, Any], list[Trajectory]]:
-    """Counters with the numbers of the `running` episodes (JSON-able), and the waiting trajectories: of one moment.
+    """Returns a consistent snapshot: counters and ids of running episodes as JSON values, and waiting trajectories.
 
-    A group that is incomplete is kept: its other members are among the running ones, or must be started anew.
+    Members of incomplete groups are included. The other members of their groups are running, or must be started again.
     """
     with self._changed:
       waiting = [x for group in (*self._ready, *self._partial.values()) for x in group]
       return {**self._counts, "running": self._wanted(), "dead_groups": self._not_begun()}, waiting
 
   def restore(self, counters: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
-    """Sets a new queue to what `state` returned. Episodes that were running then count as never started.
+    """Restores what `state` returned, in a new queue. Episodes that were running then count as never started.
 
     Raises:
-      ValueError: unknown or missing counters, or an episode twice.
+      ValueError: a counter is unknown or missing, or an episode occurs twice.
     """
     if set(counters) - {"running", "dead_groups"} != set(_COUNTERS):
       raise ValueError(f"counters must be {sorted(_COUNTERS)}; received {sorted(counters)}.")
     ids = [x.episode_id for x in trajectories]
     if len(set(ids)) != len(ids):
-      raise ValueError(f"each episode may wait once; received {sorted(ids)}.")
+      raise ValueError(f"episode ids of trajectories must be unique; received {sorted(ids)}.")
     with self._changed:
       self._counts = {name: int(counters[name]) for name in _COUNTERS}
       self._counts["started"] = self._counts["finished"] + self._counts["failed"]
@@ -197,17 +225,17 @@ class TrajectoryQueue:
 
   def _end_running(self, episode_id: int) -> int:
     if episode_id not in self._running:
-      raise ValueError(f"episode {episode_id} is not running: it was never started, or has ended before.")
+      raise ValueError(f"episode {episode_id} is not running: it was never started, or has already ended.")
     return self._running.pop(episode_id)
 
   def _end_in_dead_group(self, group_id: int) -> None:
-    """Forgets a dead group with its last member: one that begins later must not wait for those that are gone."""
+    """Counts the end of a member of a dead group. The group is remembered until its last member, to drop later ones."""
     self._dead_groups[group_id] -= 1
     if not self._dead_groups[group_id]:
       del self._dead_groups[group_id]
 
   def _not_begun(self) -> dict[str, int]:
-    """Members of dead groups that have not begun: those that run are not started again by a resumed run."""
+    """Counts members of dead groups that have not started. A resumed run does not start the running ones again."""
     running = collections.Counter(self._running.values())
     left = {group: count - running[group] for group, count in self._dead_groups.items()}
     return {str(group): count for group, count in left.items() if count}

@@ -1,4 +1,4 @@
-"""Threads that run environments, and that can be given up when one hangs."""
+"""A pool of threads for environment calls. A call that hangs can be abandoned together with its thread."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sao_jax.rollout.user_errors import from_outside
+from sao_jax.rollout.user_errors import is_interrupt
 
 
 class Task:
-  """One call on a worker; `result` or `error` is set once it is done."""
+  """One call on a worker thread. `result` or `error` is set once it has ended.
+
+  Args:
+    call: the call, without arguments.
+    on_abandoned: called with the result if the task was abandoned before it ended.
+  """
 
   def __init__(self, call: Callable[[], Any], on_abandoned: Callable[[Any], None]):
     self.result: Any = None
@@ -27,15 +32,15 @@ class Task:
     self._abandoned = False
 
   def run(self) -> bool:
-    """Runs the call; returns whether anyone still wants the result."""
+    """Runs the call. Returns False if the task was abandoned."""
     self.started_at = time.monotonic()
     if not self._abandoned:
       try:
         self.result = self._call()
       except BaseException as error:
-        if from_outside(error):
+        if is_interrupt(error):
           raise
-        self.error = error  # a user's code: it fails its own episode
+        self.error = error  # raised by a user's code: it fails its own episode
     self.finished_at = time.monotonic()
     with self._lock:
       self._done = True
@@ -45,7 +50,7 @@ class Task:
     return False
 
   def abandon(self) -> bool:
-    """Gives the call up; its thread runs `on_abandoned(result)` when it returns. False if it is done already."""
+    """Marks the call as abandoned: its thread calls `on_abandoned(result)` when it returns. False if it has ended."""
     with self._lock:
       self._abandoned = not self._done
       return self._abandoned
@@ -54,11 +59,11 @@ class Task:
 class Workers:
   """A pool of daemon threads.
 
-  Not `concurrent.futures`: its threads are joined at exit, so that one hung environment would keep the process alive,
-  and a hung thread would take a place in the pool for good.
+  `concurrent.futures` does not fit: it joins its threads at exit, so one hung environment would keep the process alive,
+  and a hung thread would occupy the pool for ever.
 
   Args:
-    num_threads: threads; 0 runs each task inside `submit`.
+    num_threads: number of threads; 0 runs each task inside `submit`.
   """
 
   def __init__(self, num_threads: int):
@@ -80,7 +85,7 @@ class Workers:
       self._start_thread()
 
   def poll(self, timeout: float = 0.0) -> list[Task]:
-    """Tasks that finished since the last poll; waits up to `timeout` seconds for the first of them."""
+    """Returns the tasks that ended since the last poll. Waits up to `timeout` seconds for the first of them."""
     done: list[Task] = []
     try:
       done.append(self._finished.get(timeout=timeout) if timeout > 0 else self._finished.get_nowait())
@@ -90,17 +95,17 @@ class Workers:
       return done
 
   def abandon(self, task: Task) -> bool:
-    """Gives up a task, and the thread that is stuck in it: another takes its place. False if it is done already."""
+    """Abandons a task and the thread that is stuck in it; a new thread replaces it. False if the task has ended."""
     if not task.abandon():
       return False
     self._live.discard(self._busy.pop(task, threading.current_thread()))
-    # What waits already must not wait for another `submit`, which may never come.
+    # Queued tasks need a thread now: there may be no further `submit` to start one.
     if not self._closed and not self._todo.empty() and len(self._live) < self._num_threads:
       self._start_thread()
     return True
 
   def close(self) -> None:
-    """Lets idle threads end; does not wait for busy ones."""
+    """Ends idle threads. Does not wait for busy ones."""
     self._closed = True
     for _ in self._live:
       self._todo.put(None)
@@ -123,4 +128,4 @@ class Workers:
       if wanted:
         self._finished.put(task)
       if self._closed or thread not in self._live:
-        return  # given up, and replaced, while it hung
+        return  # it was abandoned, and replaced, while it hung

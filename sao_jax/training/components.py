@@ -1,4 +1,4 @@
-"""The parts of a run, built once from its config, and how they are connected."""
+"""Components of a run (models, engine, learner step, schedule), built and connected from its config."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ from sao_jax.utils.extras import require_extra
 
 
 class Components:
-  """The parts of one run. A context manager: leaving it ends the engine's threads and frees the domain.
+  """Components of one run. A context manager: its end stops the engine's threads and closes the domain.
 
   Args:
     config: the run.
     domain: the task; closed with this object.
-    make_domain: makes the task anew, for the engines of `config.cluster`, if there are any; can be pickled.
+    make_domain: makes the task again in the processes of `config.cluster`, if it has engines; must be picklable.
+
+  Raises:
+    ValueError: the config does not fit the domain, the devices or the number of processes.
   """
 
   def __init__(self, config: RunConfig, domain: Domain, *, make_domain: Callable[[], Domain] | None = None):
@@ -55,14 +58,14 @@ class Components:
       )
     check_processes(config, jax.process_count())
     if config.cluster.num_engines and make_domain is None:
-      raise ValueError("cluster.num_engines > 0 needs make_domain: each engine makes a domain of its own.")
+      raise ValueError("cluster.num_engines > 0 needs make_domain: each engine makes its own domain; received None.")
     self.config = config
     self.domain = domain
     self._make_domain = make_domain
     self._cluster: EngineCluster | None = None
     self.placement = Placement(config)
     if self.placement.mesh.size > 1:
-      # Sizes that the mesh cannot split are refused before any work.
+      # Raises for sizes that the mesh cannot split, before any work.
       self.placement.shapes(functools.partial(models.init_policy, config.policy), self.key("policy"))
     self.policy_apply: PolicyApply = self.placement.constrain(models.policy_apply(config.policy))
     self.value_apply: ValueApply | None = None
@@ -76,14 +79,18 @@ class Components:
     else:
       self.engine = _remote_engine(config, domain)
     self.rollouts = MultiProcessRollouts(self.engine, self.placement)
-    # Synchronous schedules share out each batch; asynchronous engines run without looking at one another.
+    # Synchronous schedules split each batch over the processes; asynchronous engines run independently.
     part = (jax.process_index(), jax.process_count()) if config.schedule == "async" else (0, 1)
     self.requests = RequestStream(
       num_tasks=domain.num_train_tasks, group_size=config.group_size, seed=config.seed, part=part
     )
 
   def init_policy(self) -> Params:
-    """The policy's parameters before any stage: a checkpoint's (a Hugging Face directory or a GGUF file), or fresh."""
+    """Returns the initial parameters of the policy: from `policy_checkpoint`, or fresh ones.
+
+    Raises:
+      ValueError: the checkpoint is of another model than the config's `policy`.
+    """
     wanted = self.config.policy
     if self.config.policy_checkpoint is None:
       return self.placement.make(functools.partial(models.init_policy, wanted), self.key("policy"))
@@ -94,25 +101,25 @@ class Components:
     else:
       place = self.placement.parameter
       loaded, params = models.load_hf(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype, sharding=place)
-    # A checkpoint says what is computed; the config may choose how.
+    # The checkpoint defines the model; these fields only choose how it is computed.
     how = {name: getattr(wanted, name) for name in ("remat", "moe_impl", "attention_impl", "init_std")}
     if dataclasses.replace(loaded, **how) != wanted:
       raise ValueError(f"policy must be that of policy_checkpoint, {loaded}; received {wanted}.")
     return params
 
   def init_critic(self, policy: Params) -> Params | None:
-    """A value model with the policy's trunk and a zero head; None for algorithms without a critic."""
+    """Returns a value model with the policy's trunk and a zero head; None for algorithms without a critic."""
     if not self.config.learner.uses_critic:
       return None
     return self.placement.make(functools.partial(models.init_critic, self.config.policy), self.key("critic"), policy)
 
   def init_state(self, policy: Params, critic: Params | None) -> LearnerState:
-    """A fresh learner state, which owns its buffers."""
+    """Returns a fresh learner state, which shares no buffer with its arguments."""
     state: LearnerState = self.placement.make(functools.partial(init_state, self.config.learner), policy, critic)
     return state
 
   def state_shapes(self) -> LearnerState:
-    """Shapes and places of a learner state: what a checkpoint is restored into."""
+    """Returns the shapes and shardings of a learner state, as the target for restoring a checkpoint."""
     config = self.config
 
     def make() -> LearnerState:
@@ -126,21 +133,21 @@ class Components:
     return shapes
 
   def key(self, use: str) -> jax.Array:
-    """A PRNG key of the run's seed, a different one for every use."""
+    """Returns a PRNG key derived from the run's seed and `use`, "policy" or "critic"."""
     uses = ("policy", "critic")
     return jax.random.fold_in(jax.random.key(self.config.seed), uses.index(use))
 
   def pack(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
-    """Packs a batch for the learner, with its advantages from rewards alone where the algorithm uses them."""
+    """Packs a batch for the learner, with advantages from a reward baseline if the algorithm uses one."""
     adv = None if self.baselines is None else self.baselines.advantages(trajectories)
     return pack_batch(self.config.learner, trajectories, adv)
 
   def update(self, state: LearnerState, batch: PackedBatch) -> tuple[LearnerState, Metrics]:
-    """One learner step (`learner.make_update_step`), compiled at its first call.
+    """Runs one learner step (`learner.make_update_step`), compiled at the first call.
 
     Args:
-      state: donated.
-      batch: from `pack`.
+      state: learner state; donated.
+      batch: packed by `pack`.
 
     Returns:
       The new state, and metrics as float32 scalars on the device.
@@ -150,10 +157,11 @@ class Components:
     return result
 
   def make_schedule(self, *, on_wait: Callable[[], None] = lambda: None) -> tuple[RolloutSchedule, WeightSync]:
-    """The config's rollout schedule, and the place where weights for it are published.
+    """Returns the config's rollout schedule, and the weight sync to publish its weights to.
 
     Args:
-      on_wait: called every half second while the schedule waits for another thread; what it raises ends the wait.
+      on_wait: called every half second while the schedule waits for another thread. An exception that it raises ends
+        the wait.
     """
     config, processes = self.config, jax.process_count()
     if config.schedule == "async":
@@ -183,12 +191,12 @@ class Components:
     ), history
 
   def rollout_counters(self) -> dict[str, Any]:
-    """Counters of the rollout engine: of the cluster once there is one, else of the engines of all processes."""
+    """Returns the counters of the rollout engines: of the cluster if there is one, or else of all processes."""
     return self.rollouts.counters() if self._cluster is None else self._cluster.counters
 
   def _make_cluster(self) -> EngineCluster:
     assert self._make_domain is not None, "checked when made"
-    # The mesh is the learner's: an engine in an actor has one device.
+    # `config.mesh` is for the learner; an engine in a Ray worker has one device.
     config = dataclasses.replace(self.config, mesh=MeshConfig(data=1))
     make_engine = functools.partial(engine_with_domain, config, self._make_domain)
     return EngineCluster(make_engine, config.cluster, slots_per_engine=config.engine.num_slots)
@@ -209,7 +217,7 @@ class Components:
 
 @contextlib.contextmanager
 def engine_with_domain(config: RunConfig, make_domain: Callable[[], Domain]) -> Iterator[Engine]:
-  """An engine, and a domain that is closed with it: what a process far from the learner's needs."""
+  """Makes an engine and its own domain, for a Ray worker; both are closed at the end of the block."""
   with contextlib.closing(make_domain()) as domain, _embedded_engine(config, domain, Placement(config)) as engine:
     yield engine
 

@@ -1,6 +1,6 @@
-"""One frozen configuration for a whole run: what a workdir's `config.json` records and what the command line overrides.
+"""Frozen configuration of a whole run. `config.json` in the workdir records it; the command line overrides its fields.
 
-Each room owns the config of its component; this module composes them and checks what no single room can see.
+Each package owns the config of its component. This module composes them and checks relations between them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def _require(condition: bool, name: str, received: Any, allowed: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvConfig:
-  """The task, for commands that make it by name: a function and its options."""
+  """The task, given by name for commands: a function and its options."""
 
   factory: str | None = None
-  """`module:function`; called with `options` as keywords, it returns a `types.Domain`. None: the caller of
-  `training.loop.train` passes a domain of its own."""
+  """`module:function`, which returns a `types.Domain` when called with `options` as keywords. None: the caller of
+  `training.loop.train` passes its own domain."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Keyword arguments of the factory."""
 
   def __post_init__(self) -> None:
     if self.factory is not None:
@@ -47,13 +48,14 @@ class WarmStartConfig:
   """Stage 1: supervised fine-tuning on the domain's demonstrations."""
 
   num_steps: int = 0
-  """Optimizer updates; 0 leaves the policy as it is (a pretrained checkpoint, say)."""
+  """Number of optimizer updates; 0 leaves the policy unchanged (a pretrained checkpoint, say)."""
   batch_size: int = 128
   """Demonstrations per update."""
   optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, warmup_steps=50)
   log_every: int = 20
+  """Updates between log lines, and between checks for skipped updates."""
   save_every: int = 200
-  """Updates between the checkpoints that a run which is stopped within the stage goes on from; also in value
+  """Updates between checkpoints within the stage, from which an interrupted run continues. Also used in value
   pretraining."""
 
   def __post_init__(self) -> None:
@@ -65,14 +67,14 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-  """Stage 2: the value model starts as a copy of the policy with a zero head, fitted to the initial policy's
-  trajectories."""
+  """Stage 2: value pretraining. The value model starts as a copy of the policy with a zero head and is fitted to
+  trajectories of the initial policy."""
 
   pretraining_trajectories: int = 0
-  """Trajectories of the initial policy; 0 starts RL with a cold critic (ablation). Not used by algorithms without a
-  critic."""
+  """Number of trajectories of the initial policy. 0 starts RL with an untrained critic (ablation). Algorithms without a
+  critic ignore it."""
   pretraining_epochs: int = 4
-  """Passes over them, in batches of the run's `batch_size`."""
+  """Passes over these trajectories, in batches of the run's `batch_size`."""
   pretraining_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)
 
   def __post_init__(self) -> None:
@@ -83,14 +85,14 @@ class CriticConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-  """What is saved when."""
+  """Interval and retention of checkpoints."""
 
   every_steps: int = 50
   """Learner steps between checkpoints; the last step is always saved."""
   keep: int = 2
-  """Newest checkpoints that stay."""
+  """Number of newest checkpoints to keep."""
   keep_best: int = 1
-  """Checkpoints with the highest training success that stay besides."""
+  """Number of further checkpoints to keep, those with the highest training success rate."""
 
   def __post_init__(self) -> None:
     _require(self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, ">= 1")
@@ -98,52 +100,60 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-  """Everything about a run. Fields that may be changed on a resume are listed in `MAY_DIFFER`."""
+  """Validated settings of a run; `ValueError` if fields are out of range or contradict each other.
+
+  A resumed run may change the fields in `MAY_DIFFER`.
+  """
 
   algorithm: str = "sao"
-  """A key of `learner.algorithms.ALGORITHMS`: it decides the learner's fields that it names.
+  """A key of `learner.algorithms.ALGORITHMS`, which sets the learner fields that it names.
 
-  Those that have their defaults are set; another value is an error. Group methods need a `group_size` too, and what
-  clips ratios to pi_old (`ppo_clip`, `icepop`, `gspo`) clips from the second of `learner.policy_minibatches` on."""
+  If such a field was given another value than its default and the algorithm's, that is an error. Group methods also
+  need a `group_size`. Losses that clip ratios to pi_old (`ppo_clip`, `icepop`, `gspo`) clip from the second of
+  `learner.policy_minibatches` on."""
   schedule: Schedule = "async"
+  """Rollout schedule: "async", "sync" or "lagged", see `rollout.schedules`."""
   seed: int = 0
+  """Seed of parameters, tasks and sampling, in [0, 2**31)."""
   num_steps: int
-  """Learner steps, i.e. policy updates."""
+  """Number of learner steps (policy updates)."""
   batch_size: int = 128
   """Trajectories per learner step."""
   group_size: int = 1
   """Episodes per prompt; 1 for single-rollout methods, a divisor of `batch_size` for group methods."""
   lag: int = 0
-  """`lagged`: how many versions old the weights are with which a batch is begun."""
+  """`lagged` only: age, in versions, of the weights with which a batch starts."""
   lag_switch_chunks: int | None = None
-  """`lagged`: the engine goes one version up after so many decode chunks; None: a batch has one version."""
+  """`lagged` only: decode chunks after which the engine takes the next version; None: a batch has one version."""
   max_staleness: int = 8
-  """Largest allowed learner version at use minus oldest version among a trajectory's action tokens."""
+  """Largest allowed staleness of a trajectory: the learner's version at use minus the oldest version among its action
+  tokens."""
   queue_capacity: int | None = None
-  """While so many trajectories wait no new episode begins; None: twice the batch."""
+  """No episode starts while this many trajectories wait; None: twice `batch_size`."""
   max_skipped_in_a_row: int = 8
-  """The run stops, with a checkpoint, when so many learner steps in a row skipped an update because something was not
-  finite; 0: never. Their batches are in `bad_batches/`. The same goes for the stages before RL: value pretraining keeps
-  its batches in `stages/value_pretraining/bad_batches/`, and a warm start looks every `log_every` updates."""
+  """The run stops, with a checkpoint, after this many learner steps in a row that skipped an update because a value was
+  not finite; 0: never. The batches are kept in `bad_batches/`. The limit also applies to the stages before RL. Value
+  pretraining keeps its batches in `stages/value_pretraining/bad_batches/`; the warm start checks every `log_every`
+  updates."""
   eval_episodes: int = 512
-  """Held-out episodes before and after RL; pass@1 at the engine's temperature."""
+  """Number of held-out episodes before and after RL: pass@1 at the engine's temperature."""
 
   policy: ModelConfig
   policy_checkpoint: str | None = None
-  """A Hugging Face directory or a GGUF file to start from; None: fresh parameters."""
+  """Hugging Face directory or GGUF file to start from; None: fresh parameters."""
   critic: CriticConfig = CriticConfig()
   warm_start: WarmStartConfig = WarmStartConfig()
   learner: LearnerConfig
   engine: EngineConfig = EngineConfig()
   remote: RemoteConfig = RemoteConfig()
-  """A server that generates the rollouts, in place of the embedded engine."""
+  """Server that generates the rollouts, in place of the embedded engine."""
   cluster: ClusterConfig = ClusterConfig()
-  """`async` only: several engines, in processes of their own, here or on other machines; each on one device."""
+  """`async` only: several engines in Ray workers, on this machine or others, each on one device."""
   env: EnvConfig = EnvConfig()
   mesh: MeshConfig = MeshConfig(data=1)
-  """Devices of learner and engine, see `placement.Placement`. data=1 is one device; an axis of -1 takes all that there
-  are. `learner.rows_per_microbatch` and `engine.num_slots` are multiples of data x fsdp x expert, `learner.row_length`
-  and `engine.max_len` of context. Rows that a batch does not fill are padding."""
+  """Devices of learner and engine, see `placement.Placement`. data=1 is one device; an axis of -1 takes all remaining
+  ones. `learner.rows_per_microbatch` and `engine.num_slots` must be multiples of data x fsdp x expert, and
+  `learner.row_length` and `engine.max_len` multiples of context. Unfilled rows of a batch are padding."""
   checkpoint: CheckpointConfig = CheckpointConfig()
 
   def __post_init__(self) -> None:
@@ -163,23 +173,23 @@ class RunConfig:
       self.learner.row_length >= self.engine.max_len,
       "learner.row_length",
       self.learner.row_length,
-      f"at least engine.max_len = {self.engine.max_len}: a trajectory lies in one row",
+      f"at least engine.max_len = {self.engine.max_len}: a trajectory must fit in one row",
     )
     _require(
       self.learner.temperature == self.engine.temperature,
       "learner.temperature",
       self.learner.temperature,
-      f"engine.temperature = {self.engine.temperature}: both sides score the distribution that was sampled from",
+      f"engine.temperature = {self.engine.temperature}: both must score the same distribution",
     )
     _require(
       self.engine.top_p == 1.0 or self.num_steps == 0,
       "engine.top_p",
       self.engine.top_p,
-      "1.0 with num_steps > 0: the learner scores the whole distribution, not the truncated one that was sampled from",
+      "1.0 with num_steps > 0: the learner scores the whole distribution, not a truncated one",
     )
 
   def _apply_algorithm(self) -> None:
-    """Sets the learner's fields that the algorithm names where they have their defaults; others must agree with it."""
+    """Sets learner fields to the algorithm's values where they have their defaults; other values must agree."""
     fields = algorithms.ALGORITHMS[self.algorithm]
     defaults = {field.name: field.default for field in dataclasses.fields(LearnerConfig)}
     missing = {name: value for name, value in fields.items() if getattr(self.learner, name) == defaults[name]}
@@ -229,16 +239,15 @@ class Comparison(TypedDict):
 
 
 def comparison(config: RunConfig) -> Comparison:
-  """How a recorded config is compared with this one: what may differ, and what a record may lack.
+  """Returns the fields that may differ between a recorded config and this one, and those that the record may lack.
 
-  A record of an older release lacks the fields that were added since; where they have their defaults the run is the
-  same.
+  The record of an older release lacks fields that were added since. If they have their defaults, the run is the same.
   """
   return {"may_differ": MAY_DIFFER, "may_be_missing": _at_default(config)}
 
 
 def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
-  """Dotted names of the fields that have their default."""
+  """Returns the dotted names of the fields that have their default value."""
   names: set[str] = set()
   for field in dataclasses.fields(config):
     name, value = prefix + field.name, getattr(config, field.name)
@@ -252,10 +261,10 @@ def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
 
 
 def pretraining_learner(config: RunConfig) -> LearnerConfig:
-  """The learner's settings for value pretraining: the critic's optimizer is that of the stage."""
+  """Returns the learner's settings for value pretraining, with the stage's optimizer for the critic."""
   return dataclasses.replace(config.learner, critic_optimizer=config.critic.pretraining_optimizer)
 
 
 def to_json(config: Any) -> Any:
-  """A config as JSON values, for `config.json`."""
+  """Converts a config to JSON values, for `config.json`."""
   return dataclasses.asdict(config)

@@ -1,4 +1,4 @@
-"""Success on held-out tasks: pass@1 at the engine's temperature, with an interval that says how much to believe."""
+"""Evaluation on held-out tasks: pass@1 at the engine's temperature, with a 95 % interval."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from sao_jax.training.multi_process import MultiProcessRollouts
 from sao_jax.types import Domain, Environment, Params, Step, Trajectory
 
 EVALUATION_SEED = 2**31
-"""Sampling noise of evaluations: the same before and after training, and no training call's."""
+"""Seed of evaluations: the same before and after training, and different from that of every training call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-  """Result over `n` episodes, one per held-out task."""
+  """Result of an evaluation with `n` episodes on held-out tasks."""
 
   success_rate: float
+  """Share of successful episodes, in [0, 1]."""
   n: int
   low: float
-  """Ends of the 95 % Wilson interval of the success rate."""
+  """Lower end of the 95 % Wilson interval of the success rate."""
   high: float
+  """Upper end of this interval."""
   turns_mean: float
+  """Mean number of actions; NaN if all episodes failed."""
   failed: int
-  """Episodes that broke (an environment that raised, say); they count as not solved."""
+  """Number of failed episodes (an environment that raised, say). They count as not solved."""
   trajectories: tuple[Trajectory, ...]
 
 
 class BothSplits(Environment):
-  """One environment over both splits: task `num_train_tasks + i` is held-out task i. So one engine serves both."""
+  """Environment over both splits, so that one engine serves both: task `num_train_tasks + i` is held-out task i."""
 
   def __init__(self, domain: Domain):
     self._domain = domain
@@ -67,11 +70,14 @@ def evaluate(
   """Runs one episode on each of the first `num_episodes` held-out tasks.
 
   Args:
-    engine: `Components.rollouts`, or an engine over `BothSplits` environments; nothing else may be running in it.
+    engine: `Components.rollouts`, or an idle engine over `BothSplits` environments.
     domain: the tasks.
     params: the policy on the engine's devices (`Placement.for_engine`); not donated.
-    num_episodes: at least 1; more than there are tasks starts over with new noise.
-    version: recorded in the trajectories.
+    num_episodes: at least 1. If there are fewer tasks, they repeat with different sampling noise.
+    version: policy version to record in the trajectories.
+
+  Raises:
+    ValueError: `num_episodes` is below 1.
   """
   if num_episodes < 1:
     raise ValueError(f"num_episodes must be >= 1; received {num_episodes}.")
@@ -95,19 +101,24 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassAtOne:
-  """Success of one attempt, averaged over several runs of the same problems."""
+  """Success rate of one attempt (pass@1), averaged over several runs of the same problems."""
 
   mean: float
+  """Mean success rate, in [0, 1]."""
   low: float
-  """Ends of the 95 % interval over problems, `interval_over_problems`."""
+  """Lower end of the 95 % interval over problems, see `interval_over_problems`."""
   high: float
+  """Upper end of this interval."""
   by_run: tuple[float, ...]
+  """Success rate of each run."""
   num_runs: int
   num_problems: int
   turns_mean: float
+  """Mean number of actions; NaN if all episodes failed."""
   truncated: int
+  """Number of truncated episodes."""
   failed: int
-  """Episodes that broke; they count as not solved."""
+  """Number of failed episodes; they count as not solved."""
 
 
 def evaluate_runs(
@@ -122,16 +133,16 @@ def evaluate_runs(
   """Runs every held-out task `num_runs` times, and measures pass@1.
 
   Args:
-    engine: as for `evaluate`.
+    engine: see `evaluate`.
     domain: the tasks.
-    params: as for `evaluate`.
+    params: see `evaluate`.
     num_runs: at least 1.
-    known: trajectories of an evaluation that was stopped; their episodes are not run again. An episode's samples are
-      those of its number, so the result is that of an evaluation in one go.
-    on_done: told of every new trajectory as it ends.
+    known: trajectories of an interrupted evaluation; their episodes are not run again. Samples depend on the number of
+      the episode, so the result is that of an uninterrupted evaluation.
+    on_done: called with every new trajectory.
 
   Raises:
-    ValueError: `num_runs` < 1, or `known` holds an episode that this evaluation does not have.
+    ValueError: `num_runs` is below 1, or a trajectory in `known` belongs to another set of tasks.
   """
   if num_runs < 1:
     raise ValueError(f"num_runs must be >= 1; received {num_runs}.")
@@ -141,7 +152,7 @@ def evaluate_runs(
     if x.task_index != domain.num_train_tasks + x.episode_id % n:
       raise ValueError(
         f"known: episode {x.episode_id} must be of task {domain.num_train_tasks + x.episode_id % n}; received "
-        f"{x.task_index}: it is of another set of tasks."
+        f"{x.task_index}, from another set of tasks."
       )
   requests = [
     EpisodeRequest(task_index=domain.num_train_tasks + i % n, episode_id=i, group_id=i)
@@ -169,14 +180,14 @@ def evaluate_runs(
 
 
 def interval_over_problems(rates: np.ndarray) -> tuple[float, float]:
-  """The 95 % interval of a mean success rate: a bootstrap over problems, or Wilson's where all problems are alike.
+  """Computes the 95 % interval of a mean success rate: a bootstrap over problems, or Wilson's if all rates are equal.
 
-  All attempts at a problem are drawn together, so that they do not count as evidence about other problems. Where every
-  problem has the same rate (none solved, all solved) each resample has the same mean, which is no certainty: there
-  Wilson's interval is taken, each problem as one attempt.
+  The bootstrap draws all attempts at a problem together, since they say nothing about other problems. If all problems
+  have the same rate (none solved, or all), every resample has the same mean and the interval would have no width. Then
+  Wilson's interval is used, with one attempt per problem.
 
   Args:
-    rates: `[problems]`, share of a problem's attempts that solved it.
+    rates: `[problems]` float, share of successful attempts per problem, in [0, 1].
 
   >>> low, high = interval_over_problems(np.zeros(30))
   >>> low, round(high, 3)

@@ -1,4 +1,4 @@
-"""Health checks of learning: skipped updates are counted and their batches kept, a diverging critic is reported."""
+"""Health checks of learning: counts of skipped updates, whose batches are kept, and warnings of a diverging critic."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from sao_jax.types import Trajectory
 _WINDOW = 8
 """Learner steps over which the critic's error is averaged."""
 _DIVERGED = 4.0
-"""The critic diverges when its mean squared error is more than this times the largest mean squared return: answering 0
-to everything would have been four times as good."""
+"""The critic diverges if its mean squared error exceeds this multiple of the largest mean squared return. A constant
+value of 0 would then be at least four times better."""
 
 _log = logging.getLogger(__name__)
 
 
 class RunStoppedError(RuntimeError):
-  """The run cannot continue by itself. What it had is saved."""
+  """The run cannot continue without a change. Its state is saved."""
 
 
 class HealthCheck:
-  """Checks the report of every learner step. (The warm start, which fetches few reports, has `SkippedUpdates`.)
+  """Health checks of every learner step. The warm start, which fetches few reports, uses `SkippedUpdates` instead.
 
-  A step that skipped an update because a loss, gradient, log-prob, value, return or advantage was not finite leaves its
-  batch in `<workdir>/bad_batches/`; `check` stops the run after `RunConfig.max_skipped_in_a_row` of them in a row.
+  An update is skipped if a loss, gradient, log-prob, value, return or advantage is not finite. The batch of such a step
+  is written to `<workdir>/bad_batches/`. `check` stops the run after `RunConfig.max_skipped_in_a_row` of them in a row.
 
-  `critic_error_ratio` in the metrics is the critic's squared error on batches it has not seen yet, over the last
-  `_WINDOW` steps, divided by the largest mean squared return of any such window so far. Near 1 a critic is no better
-  than answering 0; above 4 it diverges, which is logged once until it has fallen below 2 again.
+  The metric `critic_error_ratio` is the critic's squared error on batches before it was trained on them, averaged over
+  the last `_WINDOW` steps, divided by the largest mean squared return of any such window so far. Near 1, the critic is
+  no better than a constant 0. Above 4 it diverges, which is logged once until the ratio falls below 2.
 
   Args:
-    parts: the run's parts.
-    workdir: where bad batches go.
+    parts: components of the run.
+    workdir: folder for bad batches.
   """
 
   def __init__(self, parts: Components, workdir: pathlib.Path):
@@ -61,13 +61,16 @@ class HealthCheck:
   def record(
     self, step: int, state: LearnerState, trajectories: Sequence[Trajectory], report: Mapping[str, Any]
   ) -> dict[str, float]:
-    """Records a learner step and returns what it adds to the metrics row.
+    """Records a learner step and returns its health metrics.
 
     Args:
-      step: the learner step.
-      state: after it.
-      trajectories: its batch.
-      report: the step's metrics, on the host.
+      step: the learner step, from 1.
+      state: learner state after the step.
+      trajectories: batch of the step.
+      report: metrics of the step, on the host.
+
+    Returns:
+      `skipped_in_a_row` and `critic_error_ratio` (NaN until there are enough steps and a reward).
     """
     skipped = {name: int(report[f"skipped_{name}_nonfinite"]) for name in ("policy", "critic")}
     if sum(skipped.values()) > self._skipped_before:
@@ -89,9 +92,9 @@ class HealthCheck:
     limit = self._parts.config.max_skipped_in_a_row
     if self.must_stop:
       raise RunStoppedError(
-        f"The last {self._in_a_row} learner steps skipped an update because something was not finite "
-        f"(max_skipped_in_a_row = {limit}). What it was, and in which trajectories, is in {self._last_report} and the "
-        "reports beside it."
+        f"The last {self._in_a_row} learner steps skipped an update because a value was not finite "
+        f"(max_skipped_in_a_row = {limit}). {self._last_report} and the reports next to it list the values and "
+        "trajectories."
       )
 
   def state(self) -> dict[str, Any]:
@@ -102,7 +105,7 @@ class HealthCheck:
     }  # fmt: skip
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Goes on from `state()`. Skipped steps in a row count anew: whoever resumes a stopped run has seen the error."""
+    """Continues from `state()`. If the run was stopped for skipped steps, their count restarts at 0."""
     self._skipped_before = int(state["skipped_before"])
     limit = self._parts.config.max_skipped_in_a_row
     self._in_a_row = 0 if limit and state["in_a_row"] >= limit else int(state["in_a_row"])
@@ -131,7 +134,7 @@ class HealthCheck:
       "metrics": {key: _json_number(float(value)) for key, value in report.items()},
     }
     self._last_report = bad_batches.report_path(self._workdir, step)
-    if is_main_process():  # all of them have the whole batch
+    if is_main_process():  # every process has the whole batch
       bad_batches.write(self._workdir, step, trajectories, summary)
     message = "Step %d skipped an update: %s not finite in %d of %d trajectories; the batch is kept, see %s"
     _log.warning(message, step, ", ".join(nonfinite), len(bad), len(trajectories), self._last_report)
@@ -158,21 +161,21 @@ class HealthCheck:
 
 
 def _json_number(value: float) -> float | str:
-  """Strict JSON has no NaN and no infinities: they are written as words."""
+  """Converts NaN and infinities, which strict JSON lacks, to text."""
   return value if math.isfinite(value) else str(value)
 
 
 class SkippedUpdates:
-  """Stops a warm start that skips every update. It reads the count now and then, because that waits for the device.
+  """Health check of a warm start: stops it if it skips every update.
 
-  `HealthCheck` serves the other stages and knows more: it has each step's report and batch, so that one skipped step
-  counts, and its batch is kept and diagnosed. Here only the count is known (steps run one ahead of the host), so that
-  only intervals in which every update was skipped count. Demonstrations are not kept: the task can make them again.
+  Reading the number of skipped updates waits for the device, so it is read only at intervals. (`HealthCheck`, for the
+  other stages, has the report and the batch of every step, and counts each skipped step.) So only intervals in which
+  every update was skipped count. Demonstrations are not kept, since the task can make them again.
 
   Args:
     limit: `RunConfig.max_skipped_in_a_row`.
-    step: updates done.
-    skipped: how many of them were skipped.
+    step: number of updates so far.
+    skipped: number of skipped updates among them.
   """
 
   def __init__(self, limit: int, step: int, skipped: int):
@@ -181,7 +184,7 @@ class SkippedUpdates:
     self._in_a_row = 0
 
   def record(self, step: int, skipped: int) -> None:
-    """Records how many of the updates until `step` were skipped."""
+    """Records the number of skipped updates until `step`."""
     new, all_new = skipped - self._seen[1], step - self._seen[0]
     self._in_a_row = self._in_a_row + new if new == all_new else 0
     self._seen = step, skipped
@@ -195,6 +198,6 @@ class SkippedUpdates:
     """Raises `RunStoppedError` after too many skipped updates in a row."""
     if self.must_stop:
       raise RunStoppedError(
-        f"The last {self._in_a_row} updates of the warm start were skipped: loss or gradient were not finite, or no "
-        f"token of the demonstrations is an action (max_skipped_in_a_row = {self._limit})."
+        f"The last {self._in_a_row} updates of the warm start were skipped: loss or gradient were not finite, or the "
+        f"demonstrations have no action token (max_skipped_in_a_row = {self._limit})."
       )

@@ -1,4 +1,4 @@
-"""Metrics of the training loop: one row per learner step, and the files that they go to."""
+"""Metrics of the training loop: one row per learner step, and the files with these rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sao_jax.types import Trajectory
 
 
 class StepMetrics:
-  """Measures the loop. Each row covers the time since the row before it.
+  """Measurement of the training loop. Each row covers the time since the previous row.
 
   Args:
-    parts: the run's parts; the engines' counters are read.
+    parts: components of the run, for the engines' counters.
   """
 
   def __init__(self, parts: Components):
@@ -45,16 +45,19 @@ class StepMetrics:
     self._ended = time.monotonic()
 
   def batch_received(self) -> None:
-    """Marks the start of the learner's work: it is busy from here to the next row."""
+    """Marks the start of the learner's work, which lasts until the next row."""
     self._learner_began = time.monotonic()
 
   @property
   def seconds(self) -> float:
-    """Seconds of RL so far, over all resumptions."""
+    """Seconds of RL so far, including earlier runs in the workdir."""
     return self._seconds_before + (self._ended or time.monotonic()) - self._began
 
   def failures(self) -> dict[str, Any]:
-    """Failed episodes over all resumptions; those since this start, evaluations included, by kind."""
+    """Returns the number of failed episodes, including earlier runs in the workdir, and the counts by kind of this run.
+
+    The counts by kind include evaluations.
+    """
     counts = self._read_counters()
     return {"failed_episodes": self._failed_by(counts), "failed_by_kind": counts["failed_by_kind"]}
 
@@ -64,7 +67,14 @@ class StepMetrics:
   def row(
     self, step: int, trajectories: Sequence[Trajectory], report: Mapping[str, Any], schedule: RolloutSchedule
   ) -> dict[str, float | int]:
-    """The metrics row of a learner step, its batch used at version `step - 1`."""
+    """Returns the metrics row of a learner step, whose batch was used at policy version `step - 1`.
+
+    Args:
+      step: the learner step, from 1.
+      trajectories: the batch.
+      report: metrics of the learner step, on the host.
+      schedule: for its counters.
+    """
     now = time.monotonic()
     counts = self._read_counters()
     elapsed = max(now - self._last, 1e-9)
@@ -93,7 +103,7 @@ class StepMetrics:
     return row
 
   def note(self, row: Mapping[str, float | int]) -> str:
-    """The live console line."""
+    """Returns the text of a row for the console."""
     return (
       f"success {row['success_rate']:.2f}  turns {row['turns_mean']:.1f}  staleness {row['staleness_mean']:.1f}  "
       f"masked {row['dis_masked_fraction']:.2%}  EV {row['explained_variance']:.2f}  "
@@ -109,12 +119,12 @@ class StepMetrics:
 
 
 class RunLog:
-  """The files that a run appends to: metrics, and a sample of trajectories. Only the main process writes.
+  """Log files of a run: metrics, and a sample of trajectories. Only the main process writes.
 
   Args:
     workdir: the run's folder.
     restored_step: see `io.metrics.MetricsWriter`.
-    placement: tells the other processes what the main one found.
+    placement: sends results of the main process to the others.
   """
 
   def __init__(self, workdir: pathlib.Path, *, restored_step: int, placement: Placement):
@@ -126,7 +136,7 @@ class RunLog:
       self._samples = trajectory_io.TrajectoryWriter(workdir, restored_step=restored_step)
 
   def evaluated(self, step: int) -> bool:
-    """Whether the evaluation after `step` is written already; every process must ask."""
+    """Whether the evaluation after `step` is already written; every process must call it."""
     found = self._metrics is not None and self._metrics.has_evaluation(step)
     return bool(self._placement.exchange(found)[0])
 

@@ -1,8 +1,8 @@
-"""One run in several processes: each generates its share of the episodes, all train on all of them.
+"""Rollouts in several processes: each generates a share of the episodes, and all train on all of them.
 
-Episodes are split over the processes. Every process then holds every trajectory, packs the same batch, and puts its own
-rows on its devices (`parallel.place_batch`). Trajectories are small beside activations, so they travel whole, as JSON.
-With one process nothing is exchanged, and the objects here only pass calls on.
+Every process then has every trajectory, packs the same batch, and places its own rows on its devices
+(`parallel.place_batch`). Trajectories are small compared to activations, so they are exchanged whole, as JSON. With one
+process nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sao_jax.types import Trajectory
 
 
 def check_processes(config: RunConfig, count: int) -> None:
-  """Refuses what several processes cannot do together.
+  """Checks that a config works with `count` processes.
 
   Raises:
-    ValueError: a lag, engines in Ray actors, or (asynchronous) a batch that does not split into whole groups per
-      process.
+    ValueError: with several processes, the schedule is "lagged", or there are engines in Ray workers, or (async) the
+      batch does not split into whole groups per process.
   """
   if count == 1:
     return
@@ -45,10 +45,10 @@ def check_processes(config: RunConfig, count: int) -> None:
 
 
 class MultiProcessRollouts:
-  """The engines of all processes as one: each runs its share of the requests, every process gets all trajectories.
+  """Engine over all processes: each runs its share of the requests, and every process gets all trajectories.
 
   Args:
-    engine: this process's.
+    engine: the engine of this process.
     placement: exchanges values with the other processes.
   """
 
@@ -57,13 +57,13 @@ class MultiProcessRollouts:
     self._placement = placement
 
   def generate(self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int) -> Iterator[Trajectory]:
-    """`Engine.generate`; with several processes all of them must call it with the same requests and seed."""
+    """See `Engine.generate`. All processes must call it, with the same requests and seed."""
     index, count = jax.process_index(), jax.process_count()
     done = self._engine.generate(weights, itertools.islice(requests, index, None, count), seed=seed)
     return done if count == 1 else iter(exchange_trajectories(self._placement, done))
 
   def counters(self) -> dict[str, Any]:
-    """Sums of the engines' counters; `busy_seconds` is their mean."""
+    """Returns the sums of the engines' counters over all processes, and the mean of `busy_seconds`."""
     mine = self._engine.counters
     if jax.process_count() == 1:
       return mine
@@ -76,14 +76,14 @@ class MultiProcessRollouts:
 
 
 class MultiProcessSchedule:
-  """The asynchronous schedules of several processes as one: a batch is made of equal shares of all.
+  """Asynchronous schedule over several processes: each contributes an equal share of a batch.
 
   Every process must call every method, in the same order.
 
   Args:
-    schedule: this process's, for its share of the batch.
+    schedule: the schedule of this process, for its share of the batch.
     placement: exchanges values with the other processes.
-    group_size: episodes of a group, which runs in one process.
+    group_size: episodes per group; a group runs in one process.
   """
 
   runs_on_caller = False
@@ -114,7 +114,7 @@ class MultiProcessSchedule:
 
 
 def exchange_trajectories(placement: Placement, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-  """Everyone's trajectories, by episode; every process must call it."""
+  """Gathers the trajectories of all processes, sorted by episode; every process must call it."""
   mine = [trajectory_io.to_json(trajectory) for trajectory in trajectories]
   everyone = [trajectory_io.from_json(row) for rows in placement.exchange(mine) for row in rows]
   return sorted(everyone, key=lambda x: x.episode_id)

@@ -1,7 +1,7 @@
-"""Where a run's arrays live: the mesh of its config, and everything that is placed on it or compiled for it.
+"""Placement of a run's arrays: the mesh of its config, and the arrays and programs on it.
 
-One device is a mesh of one: the same code. With several processes (`parallel.distributed`) the learner's mesh spans the
-devices of all of them, while every process's engine runs on its own devices, to which new weights are copied.
+A single device is a mesh of size one. With several processes (`parallel.distributed`) the learner's mesh spans the
+devices of all of them. Each process's engine runs on its own devices, to which new weights are copied.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _PROCESS = "process"
 
 
 class Placement:
-  """The meshes of a run, and what lies on them.
+  """Meshes of a run, and the placement of arrays and compilation of programs on them.
 
   Args:
-    config: the run; its `mesh` takes as many of the devices as it multiplies to, all of them where an axis is -1.
+    config: the run. Its `mesh` uses as many devices as the product of its axes; with an axis of -1, all devices.
 
   Raises:
-    ValueError: rows, tokens or slots do not divide by the axes that split them; the message names both.
+    ValueError: the number of rows, tokens or slots is no multiple of the axes that split it; the message names both.
   """
 
   def __init__(self, config: RunConfig):
     self.mesh = make_run_mesh(config.mesh)
-    """The learner's: over the devices of all processes."""
+    """Mesh of the learner, over the devices of all processes."""
     self.engine_mesh = self.mesh if jax.process_count() == 1 else self.mesh.local_mesh
-    """The engine's: this process's part of the learner's."""
+    """Mesh of the engine: this process's part of the learner's mesh."""
     self._check(config)
     self._lock = threading.RLock()
     self._copies: Any = None
@@ -59,11 +59,11 @@ class Placement:
 
   @contextlib.contextmanager
   def dispatching(self) -> Any:
-    """Held while a program over several devices is started, so that all devices see all programs in one order.
+    """Lock to hold while a program over several devices is dispatched, so that all devices get programs in one order.
 
-    The engine's thread and the learner's start theirs at any time; two programs that exchange data among their devices
-    and are queued in different orders on different devices would wait for each other for ever. Starting does not wait
-    for the program's end.
+    The threads of engine and learner dispatch programs at any time. Two programs with collectives that are queued in
+    different orders on different devices would wait for each other for ever. Dispatching does not wait for the program
+    to end.
     """
     if self.mesh.size == 1:
       yield
@@ -72,32 +72,39 @@ class Placement:
       yield
 
   def constrain(self, apply: F) -> F:
-    """A policy or value model whose parameters and gradients stay on their shards."""
+    """Constrains the parameters and gradients of a policy or value model to their shards."""
     return parallel.constrain_params(apply, self.mesh)
 
   def shapes(self, make: Callable[..., Any], *args: Any) -> Any:
-    """What `make(*args)` would return, as shapes with their shardings; nothing is computed."""
+    """Returns the shapes and shardings of `make(*args)`, without computing it."""
     shapes = jax.eval_shape(make, *args)
     return jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, parallel.shardings_for(shapes, self.mesh)
     )
 
   def make(self, make: Callable[..., Any], *args: Any) -> Any:
-    """`make(*args)`, compiled so that its results come into being on their shards; nothing is shared with `args`."""
+    """Computes `make(*args)` in a program that places the results on their shards. They share no buffer with `args`."""
     places = parallel.shardings_for(jax.eval_shape(make, *args), self.mesh)
     with self.dispatching():
       return jax.jit(make, out_shardings=places)(*args)
 
   def parameter(self, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-    """Where a parameter lives: for `models.load_hf`."""
+    """Returns the sharding of a parameter from its path and shape; an argument of `models.load_hf`."""
     return NamedSharding(self.mesh, parallel.rules.spec_for(path, leaf.shape, self.mesh))
 
   def put(self, params: Params) -> Params:
-    """Parameters that lie whole in every process's memory, on their shards."""
+    """Places parameters on their shards; every process must hold all of them on the host."""
     return parallel.place(params, self.mesh)
 
   def step(self, fn: Callable[..., tuple[Any, Any]]) -> Callable[[Any, TokenBatch, Any], tuple[Any, Any]]:
-    """Compiles a learner step `(state, batch, num_microbatches)`, at its first call; it takes batches off the host."""
+    """Returns a learner step `(state, batch, num_microbatches)` that is compiled at its first call.
+
+    Args:
+      fn: the step, not jitted; returns `(state, metrics)`.
+
+    Returns:
+      The step. Its batch is on the host, and is placed on the mesh.
+    """
     compiled: list[Any] = []
 
     def step(state: Any, batch: TokenBatch, num_microbatches: Any) -> tuple[Any, Any]:
@@ -111,13 +118,13 @@ class Placement:
     return step
 
   def cached_policy(self, policy: CachedPolicy) -> CachedPolicy:
-    """The policy as the engine drives it, on the engine's mesh."""
+    """Returns the engine's policy with its KV cache placed on the engine's mesh."""
     return parallel.cached_on_mesh(policy, self.engine_mesh, self.dispatching)
 
   def for_engine(self, params: Params) -> Params:
-    """A copy of the learner's parameters on the engine's mesh, sharded by the same rules; waits until it is there.
+    """Copies the learner's parameters to the engine's mesh, sharded by the same rules, and waits for the copy.
 
-    With several processes each gets a whole copy on its own devices. Every process must call it.
+    With several processes each one gets a whole copy on its own devices, and every process must call this.
     """
     if self._copies is None:
       self._copies = self._make_copies(params)
@@ -129,13 +136,13 @@ class Placement:
     return jax.tree.map(self._local, copied, parallel.shardings_for(copied, self.engine_mesh))
 
   def _make_copies(self, params: Params) -> Callable[[Params], Params]:
-    """A copy per process: the learner's mesh seen as `processes x engine mesh`, replicated along the first."""
+    """Returns a jitted copy to every process: replicated along the first axis of a `processes x engine mesh` mesh."""
     local = tuple(self.engine_mesh.shape[axis] for axis in AXES)
     devices = self.mesh.devices.reshape((jax.process_count(), *local))
     if jax.process_count() == 1:
       places = parallel.shardings_for(params, self.mesh)
     elif set(devices[jax.process_index()].flat) != set(self.engine_mesh.devices.flat):
-      raise ValueError(f"the mesh must be ordered by process, so that each has one block of it; received {self.mesh}.")
+      raise ValueError(f"mesh must be ordered by process, so that each process has one block; received {self.mesh}.")
     else:
       wide = Mesh(devices, (_PROCESS, *AXES), axis_types=(jax.sharding.AxisType.Auto,) * (1 + len(AXES)))
       local_places = parallel.shardings_for(params, self.engine_mesh)
@@ -149,16 +156,16 @@ class Placement:
     return jax.make_array_from_single_device_arrays(leaf.shape, place, on_devices)
 
   def exchange(self, value: Any) -> list[Any]:
-    """Every process's JSON value, in the order of the processes; all of them must call it, from the learner's thread.
+    """Gathers a JSON value from every process, in the order of the processes.
 
-    The engine's programs queue up behind it meanwhile, as they do behind a learner step.
+    All processes must call it, on the learner's thread. The engine's programs wait for it, as for a learner step.
     """
     if jax.process_count() == 1:
       return [value]
     data = np.frombuffer(json.dumps(value).encode("utf-8"), np.uint8)
     with self.dispatching():
       sizes = np.asarray(multihost_utils.process_allgather(np.asarray([data.size], np.int32))).reshape(-1)
-      # Powers of two: few programs are compiled.
+      # Padded to powers of two, so that few programs are compiled.
       padded = np.zeros(1 << int(max(sizes) - 1).bit_length(), np.uint8)
       padded[: data.size] = data
       rows = np.asarray(multihost_utils.process_allgather(padded))
@@ -166,14 +173,14 @@ class Placement:
 
 
 def make_run_mesh(config: parallel.MeshConfig) -> Mesh:
-  """The mesh over the first devices where its sizes are all given, over all devices where one is left open.
+  """Makes a mesh of the first devices, as many as the sizes multiply to; with a size of -1, of all devices.
 
   Raises:
-    ValueError: there are fewer devices than that, or several processes of which some would have no part.
+    ValueError: there are too few devices, or some processes would have no device in the mesh.
   """
   devices = jax.devices()
   sizes = config.axes().values()
   wanted = len(devices) if -1 in sizes else math.prod(sizes)
   if jax.process_count() > 1 or wanted > len(devices):
-    return parallel.make_mesh(config)  # which says what does not fit
+    return parallel.make_mesh(config)  # raises if the devices do not fit
   return parallel.make_mesh(config, devices[:wanted])

@@ -1,4 +1,4 @@
-"""Engines for the tests of the cluster, made in processes of their own: nothing here imports pytest."""
+"""Engines for the tests of the cluster, made in Ray workers: nothing here imports pytest."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CONFIG = EngineConfig(
 
 
 class Signed(Echo):
-  """Three turns; the reward, all of it for the last one, is the number of the process / 4096.
+  """Environment with three turns; the reward of the last turn is the process id / 4096.
 
   Args:
-    sleep_s: what a turn takes.
-    deadly_task: ends the process.
-    hung: unless this file is there, a process that runs that task hangs as a whole (its interpreter is locked) instead,
-      after it has written its number there.
+    sleep_s: duration of a turn, in seconds.
+    deadly_task: task that ends the process.
+    hung: unless this file exists, a process that runs the deadly task writes its id there and then hangs as a whole,
+      with its interpreter locked.
   """
 
   def __init__(self, sleep_s: float, deadly_task: int | None, hung: pathlib.Path | None):

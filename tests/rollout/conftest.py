@@ -1,4 +1,4 @@
-"""For all tests of rollouts."""
+"""Fixtures for all tests of rollouts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from sao_jax.rollout.engine import sampler
 
 
 @pytest.fixture(autouse=True)
-def copies_that_pay_for_policies_of_few_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Else nothing would be copied: feeding again costs them next to nothing."""
+def cheap_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Makes copies of cache rows cheap. Otherwise the tiny policies of these tests would always recompute them."""
   monkeypatch.setattr(sampler, "_CPU_COPY", {"host": (0.0, 20.0), "device": (0.0, 20.0)})

@@ -12,7 +12,7 @@ VOCAB = 20
 ROWS = 31
 STOP = 1
 MARK = 2
-"""What the policy writes (and nothing else) when it reads a cache entry of other weights than its own."""
+"""The only token that the policy samples when it reads a cache entry of other weights than its own."""
 
 
 class CharTokenizer:
@@ -27,7 +27,7 @@ class CharTokenizer:
 
 
 def make_params(seed: int, *, stop_bias: float = 1.0, mark: bool = False):
-  """A table of logits; the row is chosen by a hash of the context."""
+  """Makes a table of logits; a hash of the context selects the row."""
   table = np.random.default_rng(seed).normal(size=(ROWS, VOCAB)).astype(np.float32)
   table[:, STOP] += stop_bias
   if mark:
@@ -36,7 +36,7 @@ def make_params(seed: int, *, stop_bias: float = 1.0, mark: bool = False):
 
 
 def reference_logits(params, tokens: np.ndarray) -> np.ndarray:
-  """Logits `[V]` after the context `tokens` (without the mark)."""
+  """Returns the logits `[V]` after the context `tokens`, without the mark."""
   row = int((tokens * (np.arange(len(tokens)) + 1)).sum() % ROWS)
   return np.asarray(params["table"])[row]
 
@@ -83,9 +83,9 @@ def fake_policy() -> CachedPolicy:
   def merge(cache, window, count):
     at = jnp.arange(cache["tokens"].shape[1])
     first = window["positions"][:, None]
-    fed = (at >= first) & (at < first + count[:, None])
+    written = (at >= first) & (at < first + count[:, None])
     slots = window["slots"]
-    return jax.tree.map(lambda old, new: old.at[slots].set(jnp.where(fed, new, old[slots])), cache, window["cache"])
+    return jax.tree.map(lambda old, new: old.at[slots].set(jnp.where(written, new, old[slots])), cache, window["cache"])
 
   return CachedPolicy(
     init_cache=init_cache, extend=extend, window=window, step=step, merge=merge, lm_head=lambda params: jnp.eye(VOCAB)
@@ -93,7 +93,7 @@ def fake_policy() -> CachedPolicy:
 
 
 POLICY = fake_policy()
-"""One object, so that compiled programs are shared between tests."""
+"""A single object, so that tests share compiled programs."""
 
 
 class Echo:
@@ -126,7 +126,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def assert_logps_true(trajectory, params_of_version, temperature: float = 1.0) -> None:
-  """Every recorded log-prob is that of the token under the weights of its version, given the tokens before it."""
+  """Checks every log-prob against that of the token under the weights of its version, given the tokens before it."""
   for t in np.flatnonzero(trajectory.action_mask):
     params = params_of_version[int(trajectory.versions[t])]
     expected = log_softmax(reference_logits(params, trajectory.tokens[:t]) / temperature)[trajectory.tokens[t]]

@@ -1,4 +1,4 @@
-"""Faults of environments: each fails its own episode, is counted by kind and logged once, and its slot goes on."""
+"""Faults of environments: each fails only its own episode, is counted by kind, and is logged once per kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.rollout.fakes import POLICY, CharTokenizer, Echo, make_params
 from tests.waiting import LONG_S, until
 
 EAGER = make_params(0, stop_bias=50.0)
-"""Writes nothing but the stop token: every action reaches its environment."""
+"""Policy that samples only the stop token, so that every action reaches its environment."""
 
 
 def eager(_chunk: int):
@@ -32,17 +32,17 @@ def eager(_chunk: int):
 class Odd(Echo):
   """Tasks 1, 4, 7, ... misbehave in `step`."""
 
-  answer = staticmethod(lambda: Step())
+  respond = staticmethod(lambda: Step())
 
   def step(self, action):
-    return self.answer() if self.task % 3 == 1 else super().step(action)
+    return self.respond() if self.task % 3 == 1 else super().step(action)
 
 
 def raises(error):
-  def answer():
+  def respond():
     raise error
 
-  return answer
+  return respond
 
 
 class Unspeakable(Exception):
@@ -53,14 +53,14 @@ class Unspeakable(Exception):
 
 
 class Unprintable(Exception):
-  """Its `repr` ends the process, or so it thinks."""
+  """Its `repr` raises SystemExit."""
 
   def __repr__(self):
     raise SystemExit(3)
 
 
 class Locked(Step):
-  """An answer that cannot be looked at."""
+  """A step whose `info` raises."""
 
   @property
   def info(self):
@@ -74,7 +74,7 @@ class Locked(Step):
 
 
 class Surprise:
-  """A reward whose shape is a trap."""
+  """A reward whose `shape` raises."""
 
   @property
   def shape(self):
@@ -82,7 +82,7 @@ class Surprise:
 
 
 def moves():
-  """Leaves nothing as it was, and then fails."""
+  """Changes the environment variables and the working directory, and then fails."""
   os.environ["SAO_JAX_TEST_MOVED"] = "1"
   os.chdir("/")
   raise RuntimeError("moved")
@@ -146,10 +146,10 @@ def build(make_env, **changes) -> Engine:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("env_workers", [0, 3])
-def test_a_fault_fails_its_episode_alone(fault, env_workers, caplog, monkeypatch):
-  monkeypatch.chdir(pathlib.Path.cwd())  # for "moves": to be put back
+def test_a_fault_fails_only_its_episode(fault, env_workers, caplog, monkeypatch):
+  monkeypatch.chdir(pathlib.Path.cwd())  # restored after "moves"
   monkeypatch.setenv("SAO_JAX_TEST_MOVED", "0")
-  answer, kind = FAULTS[fault]
+  respond, kind = FAULTS[fault]
   made = []
 
   class Env(Odd):
@@ -157,7 +157,7 @@ def test_a_fault_fails_its_episode_alone(fault, env_workers, caplog, monkeypatch
       super().__init__(2)
       made.append(self)
 
-  Env.answer = staticmethod(answer)
+  Env.respond = staticmethod(respond)
   failed = []
   with caplog.at_level(logging.WARNING), build(Env, env_workers=env_workers) as engine:
     done = list(engine.generate(eager, requests(15), on_failure=failed.append))
@@ -167,8 +167,8 @@ def test_a_fault_fails_its_episode_alone(fault, env_workers, caplog, monkeypatch
   assert sorted(x.episode_id for x in failed) == [1, 4, 7, 10, 13]
   assert counters["failed_by_kind"] == {kind: 5} and counters["failed_episodes"] == 5
   assert counters["episodes_started"] == 15 and counters["episodes_finished"] == 10
-  told = [x.getMessage() for x in caplog.records if kind in x.getMessage()]
-  assert len(told) == 1 and len(told[0]) < 20_000
+  logged = [x.getMessage() for x in caplog.records if kind in x.getMessage()]
+  assert len(logged) == 1 and len(logged[0]) < 20_000
   # Every environment, those of failed episodes included, was closed exactly once.
   assert [x.closed for x in made] == [1] * len(made)
   assert len(made) >= 6
@@ -206,7 +206,7 @@ def test_faults_of_reset_and_of_the_factory():
       "bad_prompt": 3,
       "bad_tokens": 1,
     }
-    # Each attempt at task 2 had an environment of its own; the factory's one failure was made up for.
+    # Each attempt at task 2 had its own environment; the failure of the factory was retried.
     assert len(set(resets)) == len(resets) == 1 + retries
     assert counters["reset_retries"] == (1 if retries else 0)
     assert [x.closed for x in made] == [1] * len(made)
@@ -215,7 +215,7 @@ def test_faults_of_reset_and_of_the_factory():
 @pytest.mark.parametrize(
   "reward", [1, True, np.float64(1), np.bool_(True), np.array(1.0), jnp.float32(1), fractions.Fraction(1)]
 )
-def test_numbers_of_every_make_are_rewards_and_flags(reward):
+def test_numbers_of_every_type_are_rewards_and_flags(reward):
   flag = reward if isinstance(reward, bool | np.bool_) else True
 
   class Env(Echo):
@@ -227,7 +227,7 @@ def test_numbers_of_every_make_are_rewards_and_flags(reward):
   assert done.total_reward == 1.0 and done.success is True
 
 
-def test_an_inline_environment_lets_a_signal_pass():
+def test_an_inline_environment_lets_an_interrupt_pass():
   class Signal(KeyboardInterrupt):
     pass
 
@@ -237,7 +237,7 @@ def test_an_inline_environment_lets_a_signal_pass():
 
   with build(Env, env_workers=0) as engine, pytest.raises(Signal):
     list(engine.generate(eager, requests(1)))
-  with build(Env, env_workers=1) as engine:  # no signal reaches a worker thread: it is the environment's own
+  with build(Env, env_workers=1) as engine:  # on a worker thread it is no interrupt: signals reach the main thread only
     assert list(engine.generate(eager, requests(2))) == []
     assert engine.counters["failed_by_kind"] == {"step_error": 2}
 
@@ -245,7 +245,7 @@ def test_an_inline_environment_lets_a_signal_pass():
 @pytest.mark.parametrize(
   "ids", [[1.5], [-1], [10**6], [2**70], [True], ["c"], [[2, 3]], [2, [3]], [None], np.array([np.nan]), {"ids": [1]}]
 )
-def test_what_is_no_list_of_token_ids_is_refused(ids):
+def test_anything_but_a_list_of_token_ids_is_rejected(ids):
   class Encodes(CharTokenizer):
     def encode(self, text):
       return super().encode(text) if text.endswith("h") else ids
@@ -275,7 +275,7 @@ def test_an_action_of_no_text_reaches_the_environment():
   assert [x.num_turns for x in done] == [2, 2] and all(x.num_actions == 2 for x in done)
 
 
-def test_text_that_utf8_cannot_hold_is_replaced_in_what_is_read_by_eye():
+def test_text_that_utf8_cannot_encode_is_replaced_in_the_readable_form():
   class Surrogates(CharTokenizer):
     def decode(self, ids):
       return "\udcff" + super().decode(ids)
@@ -286,7 +286,7 @@ def test_text_that_utf8_cannot_hold_is_replaced_in_what_is_read_by_eye():
   assert done.text.encode("utf-8").count(b"?") == 1
 
 
-def test_an_over_long_prompt_is_refused_before_sampling_and_says_the_lengths(caplog):
+def test_an_over_long_prompt_is_rejected_before_sampling_with_the_lengths(caplog):
   class Long(Echo):
     def reset(self, task_index):
       return "c" * 50
@@ -297,8 +297,8 @@ def test_an_over_long_prompt_is_refused_before_sampling_and_says_the_lengths(cap
   assert "50 tokens" in caplog.text and "max_len = 48" in caplog.text
 
 
-@pytest.mark.parametrize("count", [12, 4])  # of 4 all have begun before any hangs: no new call starts a thread
-def test_a_hanging_environment_is_given_up_and_replaced(count):
+@pytest.mark.parametrize("count", [12, 4])  # with 4, all have started before any hangs, so no new call starts a thread
+def test_a_hanging_environment_is_abandoned_and_replaced(count):
   release = threading.Event()
   made = []
 
@@ -312,7 +312,7 @@ def test_a_hanging_environment_is_given_up_and_replaced(count):
         release.wait(500)
       return super().step(action)
 
-  # Three of them hang, on two threads: given-up threads are replaced, or nothing would go on.
+  # Three of them hang, on two threads. Abandoned threads must be replaced.
   began = time.monotonic()
   with build(Hangs, env_workers=2, env_timeout_s=1.0) as engine:
     done = list(engine.generate(eager, requests(count)))
@@ -326,9 +326,9 @@ def test_a_hanging_environment_is_given_up_and_replaced(count):
 
 @pytest.mark.parametrize("env_workers", [0, 2])
 @pytest.mark.parametrize("error", [OSError("gone"), SystemExit(1), StopIteration(), GeneratorExit()])
-def test_an_environment_that_cannot_be_closed_is_told_of_and_left(env_workers, error, caplog):
+def test_an_environment_whose_close_raises_is_logged(env_workers, error, caplog):
   class Stuck(Odd):
-    answer = staticmethod(raises(RuntimeError("tool died")))
+    respond = staticmethod(raises(RuntimeError("tool died")))
 
     def close(self):
       raise error
@@ -339,11 +339,11 @@ def test_an_environment_that_cannot_be_closed_is_told_of_and_left(env_workers, e
   assert len(done) == 6 and "Environment.close() failed" in caplog.text
 
 
-def test_a_close_that_hangs_keeps_nobody():
+def test_a_close_that_hangs_does_not_block():
   release = threading.Event()
 
   class Stuck(Odd):
-    answer = staticmethod(raises(RuntimeError("tool died")))
+    respond = staticmethod(raises(RuntimeError("tool died")))
 
     def close(self):
       release.wait(500)
@@ -352,11 +352,11 @@ def test_a_close_that_hangs_keeps_nobody():
   with build(lambda: Stuck(2), env_workers=2, env_timeout_s=1.0) as engine:
     done = list(engine.generate(eager, requests(15)))
     assert engine.counters["failed_by_kind"] == {"step_error": 5}
-    release.set()  # or the engine's own `close` waits a while for what hangs
+    release.set()  # otherwise the engine's `close` waits for it
   assert len(done) == 10 and time.monotonic() - began < LONG_S
 
 
-def test_an_abandoned_call_leaves_no_trace_in_the_next():
+def test_an_abandoned_call_does_not_affect_the_next():
   class Slow(Echo):
     def step(self, action):
       time.sleep(0.05)
@@ -376,7 +376,7 @@ def test_a_tokenizer_that_fails():
     def decode(self, ids):
       raise UnicodeDecodeError("utf-8", b"", 0, 1, "no")
 
-  for weights in (eager, lambda _: (make_params(0, stop_bias=-99.0), 0)):  # an action that ends, one that is cut
+  for weights in (eager, lambda _: (make_params(0, stop_bias=-99.0), 0)):  # one action ends, one does not
     engine = Engine(model=POLICY, make_env=Echo, tokenizer=Refuses(), config=config())
     with engine:
       assert list(engine.generate(weights, requests(3))) == []
@@ -402,7 +402,7 @@ def test_too_many_failures_stop_the_engine():
     assert engine.counters["failed_episodes"] == 200
 
 
-def test_a_long_good_run_does_not_hide_that_everything_fails_now():
+def test_earlier_successes_do_not_hide_that_everything_fails_now():
   class Dies(Echo):
     def reset(self, task_index):
       if task_index >= 600:

@@ -1,4 +1,4 @@
-"""The real server on a thread of the test's process, or in a process of its own, over a tiny policy."""
+"""The real server over a tiny policy, on a thread of the test's process or in its own process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def serving(
   tokenizer: Any = None,
   **config: Any,
 ) -> Iterator[str]:
-  """The address of a server over the fake policy, or over other `completions`."""
+  """Yields the URL of a server over the fake policy, or over other `completions`."""
   params = make_params(0) if params is None else params
   made = completions or Completions(
     model=POLICY, params=params, label="default", vocab_size=VOCAB, stop_ids=(STOP,), config=ENGINE
@@ -87,7 +87,7 @@ def on_thread(context: contextlib.AbstractAsyncContextManager[Any]) -> Iterator[
 
 
 def call(url: str, body: Any = None, *, method: str | None = None, headers: Any = None) -> tuple[int, Any]:
-  """Status and JSON of an answer; `body` bytes are sent as they are."""
+  """Sends a request and returns the status and JSON of the response; a `body` of bytes is sent unchanged."""
   data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
   headers = {"Content-Type": "application/json", **(headers or {})}
   method = method or ("GET" if data is None else "POST")
@@ -101,7 +101,7 @@ def call(url: str, body: Any = None, *, method: str | None = None, headers: Any 
 
 
 class Process:
-  """`python -m experiments.serve` in a process of its own; `kill` is SIGKILL."""
+  """`python -m experiments.serve` in its own process; `kill` sends SIGKILL."""
 
   def __init__(self, *arguments: str, log: pathlib.Path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -124,7 +124,7 @@ class Process:
     self._wait()
 
   def stop(self) -> int:
-    """SIGTERM; returns the exit status."""
+    """Sends SIGTERM; returns the exit status."""
     self._process.terminate()
     return self._wait()
 

@@ -1,4 +1,4 @@
-"""The order of episodes, and that a resume neither skips nor repeats one."""
+"""The order of episodes; a resumed run neither skips nor repeats one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_group_shares_a_task() -> None:
 
 
 @given(st.integers(0, 30), st.data())
-def test_a_restored_stream_runs_again_what_was_running_and_then_goes_on(before: int, data: st.DataObject) -> None:
+def test_a_restored_stream_starts_with_the_running_episodes(before: int, data: st.DataObject) -> None:
   stream = RequestStream(num_tasks=7, group_size=1, seed=1)
   first = take(stream, before)
   running = data.draw(st.sets(st.sampled_from(range(before)))) if before else set()
@@ -46,7 +46,7 @@ def test_a_restored_stream_runs_again_what_was_running_and_then_goes_on(before: 
   assert take(restored, 5) == take(stream, 5)
 
 
-def test_what_waits_to_run_again_survives_a_second_restore() -> None:
+def test_episodes_that_wait_for_their_rerun_survive_a_second_restore() -> None:
   stream = RequestStream(num_tasks=7, group_size=1, seed=1)
   take(stream, 6)
   second = RequestStream(num_tasks=7, group_size=1, seed=1)
@@ -58,6 +58,6 @@ def test_what_waits_to_run_again_survives_a_second_restore() -> None:
 
 
 @pytest.mark.parametrize(("num_tasks", "group_size"), [(0, 1), (1, 0)])
-def test_refuses(num_tasks: int, group_size: int) -> None:
+def test_bad_settings(num_tasks: int, group_size: int) -> None:
   with pytest.raises(ValueError, match=f"received {num_tasks}, {group_size}"):
     RequestStream(num_tasks=num_tasks, group_size=group_size, seed=0)

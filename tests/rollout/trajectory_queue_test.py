@@ -57,13 +57,13 @@ def test_batches_are_oldest_first_and_complete():
 
 
 def test_staleness_counts_time_in_the_queue_and_the_oldest_token():
-  # PITFALL 32: both waited here while the learner went from 2 to 4; one of them began at version 1.
+  # PITFALL 32: both waited while the learner went from version 2 to 4; one of them started at version 1.
   queue = make(batch_size=1, max_staleness=2)
   put(queue, trajectory(0, versions=[1, 2, 2]), trajectory(1, versions=[2, 3]))
   (kept,) = queue.get_batch(4, timeout=0)
   assert kept.episode_id == 1
   assert queue.counters["dropped_stale"] == 1
-  # What was dropped is given back: of (4 + 2 + 1) admitted, one was used.
+  # Dropped episodes free their place: of (4 + 2 + 1) admitted, one was used.
   assert queue.admission(4) == 6
 
 
@@ -164,7 +164,7 @@ def test_members_that_begin_after_another_one_failed_do_not_wait_for_it(resumed)
     queue.put(trajectory(1, group_size=3))
   queue.start(request(2, 3))
   queue.put(trajectory(2, group_size=3))
-  assert queue.qsize() == 0 and queue.admission(0) == 3  # or the learner would starve
+  assert queue.qsize() == 0 and queue.admission(0) == 3  # otherwise the learner would starve
   assert queue.state()[0]["dead_groups"] == {} and queue._dead_groups == {}
   for episode in (3, 4, 5):
     queue.start(request(episode, 3))
@@ -172,7 +172,7 @@ def test_members_that_begin_after_another_one_failed_do_not_wait_for_it(resumed)
   assert len(queue.get_batch(0, timeout=0)) == 3
 
 
-def test_a_full_queue_starts_nothing_and_takes_in_what_runs():
+def test_a_full_queue_admits_nothing_and_accepts_running_episodes():
   queue = make(batch_size=2, capacity=2, max_staleness=5)
   put(queue, trajectory(0))
   queue.start(request(1))
@@ -236,7 +236,7 @@ def test_bad_settings(arguments):
   group_size=st.sampled_from([1, 2]),
   max_staleness=st.integers(0, 2),
 )
-def test_any_sequence_of_events_keeps_the_books(events, group_size, max_staleness):
+def test_counters_balance_for_any_sequence_of_events(events, group_size, max_staleness):
   queue = make(batch_size=4, group_size=group_size, max_staleness=max_staleness)
   version, next_episode, running, used = 0, 0, {}, []
   for kind, pick in events:

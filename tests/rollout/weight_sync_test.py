@@ -1,4 +1,4 @@
-"""Published weights are copies that outlive the learner's donation."""
+"""Published weights are copies, which stay valid when the learner donates its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_buffer_is_shared():
   assert store.latest()[0]["a"].unsafe_buffer_pointer() != params["a"].unsafe_buffer_pointer()
 
 
-def test_versions_go_up():
+def test_versions_must_increase():
   store = WeightStore()
   with pytest.raises(RuntimeError, match="before the first publish"):
     store.latest()

@@ -8,66 +8,74 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-  """Settings of `Engine`; checked when made.
+  """Validated settings of `Engine`; `ValueError` if a field is out of range.
 
-  Every (rows, tokens, live length) triple of the buckets below is one compiled prefill program and every live length
-  one compiled decode program, so keep the tuples short. `max_len` bounds a whole trajectory: prompt, actions and
-  observations.
+  Each (rows, tokens, live length) triple of the buckets below is one compiled prefill program, and each live length is
+  one compiled decode program. So keep the tuples short.
+
+  >>> config = EngineConfig(max_len=1000, prefill_tokens=(32, 128))
+  >>> config.live_lengths()
+  (128, 256, 512, 1000)
+  >>> bucket(config.live_lengths(), 300)  # attention over a context of 300 tokens reads 512 cache entries
+  512
   """
 
   num_slots: int = 32
-  """Episodes decoded at once: rows of the cache."""
+  """Number of sequences decoded at once: rows of the KV cache."""
   num_episodes: int | None = None
-  """Live episodes; None: `num_slots`. With more, one that waits for its environment gives its slot to one that can go
-  on; its keys and values are copied to the host, or computed again when it comes back, whichever is cheaper."""
+  """Number of live episodes, >= `num_slots`; None: `num_slots`. With more episodes than slots, a sequence that waits
+  for its environment gives its slot to one that is ready. Its keys and values are swapped out to the host, or
+  recomputed later, whichever is cheaper."""
   num_streams: int = 1
-  """Groups of slots, each decoded by a thread of its own; divides `num_slots`. On a CPU that has nothing else to do its
-  number of cores, since most operations of a small model run on one; on an accelerator 1."""
+  """Number of decode streams: groups of slots, each decoded by its own thread. A divisor of `num_slots`. Use the number
+  of cores on an otherwise idle CPU, since most operations of a small model run on one core; use 1 on an accelerator."""
   max_len: int = 512
-  """Tokens of a trajectory; what does not fit is cut and the trajectory is 'truncated'."""
+  """Maximum tokens of a trajectory: prompt, actions and observations. A longer one is 'truncated'."""
   max_action_tokens: int = 128
-  """Tokens of one action. One that reaches it without a stop id ends its episode: 'truncated', reward 0 for it."""
+  """Maximum tokens of one action. Without a stop id until then, the episode ends: 'truncated', reward 0."""
   max_turns: int = 8
-  """Actions of a trajectory; an environment that wants more is cut after that many ('truncated', last reward kept)."""
+  """Maximum actions of a trajectory. After that many the episode is 'truncated' and keeps its last reward."""
   truncated_reward: float | None = None
-  """Reward of a trajectory that was cut off, in place of all that it earned; None: it keeps what it earned.
+  """Reward of a truncated trajectory, in place of all that it earned; None: it keeps what it earned.
 
-  It is booked on the last action token, whatever cut the trajectory: a limit here or its environment. The paper says
-  nothing of either choice. `learner.truncation` decides whether the value of the state it was cut off in is added.
+  It is placed on the last action token, whether a limit above or the environment truncated the episode. The paper does
+  not specify either choice. `learner.truncation` decides whether the value of the final state is added.
   """
   temperature: float = 1.0
-  """Sampling temperature; recorded log-probs are those of the tempered distribution. Greedy decoding is not offered."""
+  """Sampling temperature, > 0. Log-probs are recorded under the tempered distribution. There is no greedy decoding."""
   top_p: float = 1.0
-  """Below 1 only the most probable tokens are sampled, as few as reach this probability, and recorded log-probs are
-  those of this truncated distribution. For evaluation: a run with RL refuses it, since the learner scores the whole."""
+  """Nucleus mass, in (0, 1]. Below 1, only the most probable tokens up to this mass are sampled, and log-probs are
+  recorded under this truncated distribution. For evaluation only: the learner scores the whole distribution."""
   chunk_steps: int = 16
-  """Decode steps per jitted chunk: host and weights are looked at between chunks."""
+  """Decode steps per jitted chunk. Between chunks the engine reads responses, requests and new weights."""
   prefill_rows: tuple[int, ...] = (8,)
-  """Row counts a prefill call may have, ascending."""
+  """Row counts that a prefill call may have, ascending."""
   prefill_tokens: tuple[int, ...] = (32, 128)
-  """Tokens per row of a prefill call, ascending; longer contexts take several calls, decoding in between."""
+  """Tokens per row that a prefill call may have, ascending. Longer contexts take several calls, decoding in between."""
   live_buckets: tuple[int, ...] = ()
-  """Lengths the attention may be cut to, ascending, the last one `max_len`; empty: doubling from 128 up to it."""
+  """Context lengths that attention programs are compiled for, ascending, ending with `max_len`. Empty: 128, 256, ... up
+  to `max_len`."""
   env_workers: int = 16
-  """Threads that run environments; 0 runs them inline, in slot order (deterministic)."""
+  """Number of threads that run environments; 0 runs them inline, in the order of the sequences (deterministic)."""
   wait_for_env: bool = False
-  """Wait after each chunk for all environments and take their answers in slot order: deterministic with threads too."""
+  """Whether to wait after each chunk for all environments, which is deterministic with threads too."""
   env_timeout_s: float | None = 120.0
-  """A reset or step that takes longer fails its episode. Needs threads: inline calls cannot be interrupted."""
+  """A `reset` or `step` that takes longer fails its episode; None: no limit. Inline calls cannot be interrupted."""
   recompute_cache_on_update: bool = False
-  """After a weight swap recompute the keys and values of live contexts with the new weights; else keep them."""
+  """Whether to recompute the keys and values of live contexts after a weight update; otherwise they are kept."""
   prefix_rows: int = 8
-  """Beginnings shared by prompts (system prompt, examples, the prompt of a group) that are kept computed, each of the
-  size of a slot's cache: fed once per policy version and copied into the slots. 0: every prompt is fed whole."""
+  """Number of shared prompt prefixes (system prompt, examples, a group's prompt) kept in the prefix cache; 0: no cache.
+  Each takes the memory of one slot. It is prefilled once per policy version and copied into the slots."""
   max_observation_chars: int = 1_000_000
   """A longer observation or prompt fails its episode before it is tokenised."""
   max_abs_reward: float = 1e6
-  """A reward beyond this, in either direction, fails its episode: its square must stay far inside float32."""
+  """A reward beyond this, in either direction, fails its episode: squared rewards must stay far inside float32."""
   reset_retries: int = 1
-  """A factory or `reset` that raises is tried so often again, each time with a fresh environment; a `step` never is."""
+  """Number of retries for an environment factory or `reset` that raises, each with a fresh environment. A `step` is
+  never retried."""
   max_failed_share: float = 0.5
-  """The engine stops with an error when more than this share of the last 256 episodes failed (of at least 64); 1.0
-  never stops."""
+  """The engine raises an error when more than this share of the last 256 episodes failed (judged from 64 on). 1.0 never
+  raises."""
 
   def __post_init__(self) -> None:
     for name in ("num_slots", "max_action_tokens", "max_turns", "chunk_steps", "max_observation_chars"):
@@ -113,11 +121,11 @@ class EngineConfig:
 
   @property
   def live_episodes(self) -> int:
-    """`num_episodes`, or `num_slots` where it is None."""
+    """`num_episodes`, or `num_slots` if that is None."""
     return self.num_slots if self.num_episodes is None else self.num_episodes
 
   def live_lengths(self) -> tuple[int, ...]:
-    """The lengths attention may be cut to."""
+    """Returns `live_buckets`, or its default if that is empty."""
     if self.live_buckets:
       return self.live_buckets
     sizes = []
@@ -128,12 +136,12 @@ class EngineConfig:
     return (*sizes, self.max_len)
 
   def window_lengths(self) -> tuple[int, ...]:
-    """The lengths of decode windows: those of `live_lengths`, the last one with room for a chunk past `max_len`."""
+    """Returns the lengths of decode windows: `live_lengths`, but the last is `max_len + chunk_steps`."""
     return (*self.live_lengths()[:-1], self.max_len + self.chunk_steps)
 
 
 def bucket(sizes: tuple[int, ...], need: int) -> int:
-  """Smallest of the ascending `sizes` that holds `need`, else the largest.
+  """Returns the smallest of the ascending `sizes` that is at least `need`, or else the largest.
 
   >>> bucket((8, 32), 9), bucket((8, 32), 99)
   (32, 32)

@@ -1,4 +1,4 @@
-"""The rollout engine: continuous batching of episodes over slots, with weights taken up in flight."""
+"""The rollout engine: continuous batching of episodes over slots, with weight updates in flight."""
 
 from __future__ import annotations
 
@@ -23,38 +23,40 @@ ParamsFor = Callable[[int], tuple[Params, int]]
 """`(number of decode chunks so far) -> (params, version)`."""
 
 _IDLE_WAIT_S = 0.02
-# Domains of sampling noise: keys of different kinds of calls never meet.
+# Domains of sampling noise: keys for different kinds of calls never coincide.
 SEEDED, COUNTED, RUN = range(3)
 
 
 def newest(store: WeightStore) -> ParamsFor:
-  """A store's newest weights, whatever the number of chunks."""
+  """Returns a function that ignores the number of chunks and returns the store's newest weights."""
   return lambda _: store.latest()
 
 
 class Engine:
-  """Generates trajectories: S slots decode together in jitted chunks, environments run on threads meanwhile.
+  """Rollout engine: slots decode together in jitted chunks while environments run on threads.
 
-  Between chunks the engine takes in environments' answers, refills free slots, and takes up new weights, also in the
-  middle of a trajectory: every action token keeps the log-prob and the version that it was sampled with. An episode
-  fails alone: it is counted by kind, the first of each kind is logged, and its slot goes on with a fresh environment.
+  Between chunks the engine reads environment responses, starts new episodes in free slots, and takes new weights, also
+  in the middle of a trajectory. Every action token keeps the log-prob and the version that it was sampled with. A
+  failure ends only its own episode: it is counted by kind, the first of each kind is logged, and the slot continues
+  with a fresh environment.
 
-  What an episode samples depends on (seed of the engine, seed or number of the call, episode id, weights) only, not on
-  its slot, its neighbours or the speed of the machine (up to the rounding of differently shaped programs, and to when
-  weights change).
+  The samples of an episode depend only on the engine's seed, the seed or number of the call, the episode id and the
+  weights. They do not depend on its slot, on the other episodes or on the speed of the machine, apart from rounding in
+  differently shaped programs and from the moments at which weights change.
 
-  Limits: the turn limit and the token limits end an episode 'truncated'. Rewards booked so far stay, and an action cut
-  at `max_action_tokens` or `max_len` never reaches the environment and gets 0, unless `truncated_reward` is given: then
-  that is the whole reward. A prompt that leaves no room for an action fails its episode before anything is sampled.
+  Limits: an episode that reaches the turn limit or a token limit ends 'truncated' and keeps its rewards so far. An
+  action that reaches `max_action_tokens` or `max_len` is not passed to the environment and gets reward 0. With
+  `truncated_reward`, that is the whole reward of the episode. A prompt that leaves no room for an action fails its
+  episode before anything is sampled.
 
-  One `generate` or `run` at a time. Use as a context manager, or call `close`.
+  Only one `generate` or `run` may be active at a time. Use as a context manager, or call `close`.
 
   Args:
-    model: the policy, with its cache.
-    make_env: makes environments; one per slot, reused by the slot's next episode.
+    model: the policy with its KV cache.
+    make_env: makes environments: one per live episode, reused by the next one.
     tokenizer: its `encode` and `decode` are called on the environment threads.
     config: settings.
-    seed: base of all sampling noise.
+    seed: seed of all sampling noise.
   """
 
   def __init__(
@@ -77,7 +79,7 @@ class Engine:
       stop_ids=tuple(tokenizer.stop_ids),
     )
     sampler = Sampler(spec, num_slots=config.num_slots, max_len=config.max_len, num_streams=config.num_streams)
-    self._slots = Scheduler(config=config, make_env=make_env, tokenizer=tokenizer, sampler=sampler)
+    self._scheduler = Scheduler(config=config, make_env=make_env, tokenizer=tokenizer, sampler=sampler)
     self._cuts: queue.SimpleQueue[EpisodeRequest] = queue.SimpleQueue()
     self._driving = threading.Lock()
     self._counts = collections.Counter[str]()
@@ -93,18 +95,25 @@ class Engine:
     seed: int | None = None,
     on_failure: Callable[[EpisodeRequest], None] | None = None,
   ) -> Iterator[Trajectory]:
-    """Runs `requests` (which may be a lazy iterable) to completion on the caller's thread.
+    """Runs `requests` to completion on the caller's thread.
 
-    Deterministic when environments are, and `env_workers == 0` or `wait_for_env`. Trajectories come in order of
-    completion; the caller may stop early by closing the iterator.
+    Deterministic if the environments are deterministic and `env_workers == 0` or `wait_for_env`. The caller may stop
+    early by closing the iterator.
 
     Args:
-      weights: gives `(params, version)` before each chunk, from the number of decode chunks of this call so far; or the
-        store whose newest weights are taken.
-      requests: episodes to run; the next is taken when a slot is free.
-      seed: sampling noise is that of (engine's seed, this, episode id): same value, same samples. None: the number of
-        the call, so that repeated calls differ.
-      on_failure: told of each request that failed (it yields nothing).
+      weights: called before each chunk with the number of decode chunks of this call so far; returns `(params,
+        version)`. Or a store, whose newest weights are used.
+      requests: episodes to run; may be a lazy iterable. The next one is taken when a slot is free.
+      seed: in [0, 2**32). Sampling noise is derived from (the engine's seed, this seed, episode id), so the same seed
+        gives the same samples. None: the number of the call, so that repeated calls differ.
+      on_failure: called with each request that failed; such requests yield nothing.
+
+    Yields:
+      Trajectories in order of completion.
+
+    Raises:
+      RuntimeError: another call is still running.
+      TooManyFailuresError: more than `max_failed_share` of the recent episodes failed.
     """
     key = self._call_key(COUNTED, None) if seed is None else self._call_key(SEEDED, seed)
     source = iter(requests)
@@ -124,29 +133,33 @@ class Engine:
     *,
     on_failure: Callable[[EpisodeRequest], None] | None = None,
   ) -> None:
-    """The asynchronous loop: generates until `stop` is set (checked between chunks); exceptions leave through here.
+    """Generates until `stop` is set, which is checked between chunks. Exceptions propagate to the caller.
 
     Args:
-      weights: newest weights are taken before every chunk.
-      next_request: the next episode, or None to wait (admission says no).
-      emit: takes a finished trajectory; nothing is generated until it returns.
-      stop: ends the loop; unfinished episodes are discarded.
-      on_failure: told of each request that failed.
+      weights: store whose newest weights are used for each chunk.
+      next_request: returns the next episode, or None if none may start now (no admission).
+      emit: called with each finished trajectory; nothing is generated until it returns.
+      stop: ends the loop; unfinished episodes are dropped.
+      on_failure: called with each request that failed.
+
+    Raises:
+      RuntimeError: another call is still running.
+      TooManyFailuresError: more than `max_failed_share` of the recent episodes failed.
     """
     key = self._call_key(RUN, None)
     for trajectory in self._drive(newest(weights), next_request, key, on_failure, stop=stop):
       emit(trajectory)
 
   def cut(self, request: EpisodeRequest) -> None:
-    """Asks for an end of a running episode before the next chunk, from any thread: 'truncated', with what is there.
+    """Ends a running episode before the next chunk: it is 'truncated' with the tokens so far. Callable on any thread.
 
-    One that has not sampled anything yet fails (kind "cut"); one that is over, or not known, is not touched.
+    An episode without sampled tokens fails with kind "cut". One that has ended, or is unknown, is ignored.
     """
     self._cuts.put(request)
 
   @property
   def counters(self) -> dict[str, Any]:
-    """Totals since the engine was made; `busy_seconds` is the time with device work in flight."""
+    """Totals since the engine was made; `busy_seconds` is the time during which device work was in flight."""
     names = (
       "tokens_generated",
       "prefill_tokens",
@@ -162,7 +175,7 @@ class Engine:
       "swapped_in",
       "prefix_tokens_saved",
     )
-    counts = {**self._counts, **self._slots.counts}
+    counts = {**self._counts, **self._scheduler.counts}
     return {
       **{name: counts.get(name, 0) for name in names},
       "failed_by_kind": dict(self._failures.by_kind),
@@ -170,8 +183,8 @@ class Engine:
     }
 
   def close(self) -> None:
-    """Closes the environments and lets their threads end."""
-    self._slots.close()
+    """Closes the environments and ends their threads."""
+    self._scheduler.close()
 
   def __enter__(self) -> Engine:
     return self
@@ -195,81 +208,81 @@ class Engine:
     on_failure: Callable[[EpisodeRequest], None] | None,
     stop: threading.Event | None,
   ) -> Iterator[Trajectory]:
-    """The loop behind `generate` (stop is None: ends when requests do) and `run`."""
+    """Runs the loop of `run`, and of `generate` (`stop` is None: ends with the requests)."""
     if not self._driving.acquire(blocking=False):
       raise RuntimeError("Engine.generate() or run() called while another call is still running.")
-    slots = self._slots
+    scheduler = self._scheduler
     config = self._config
     version: int | None = None
     chunk = stream = 0
     to_cut: set[EpisodeRequest] = set()
     try:
-      slots.reset()
+      scheduler.reset()
       while stop is None or not stop.is_set():
-        # One stream's turn: what the host does here, the other streams' chunks hide.
+        # One stream's turn. Host work done here overlaps with the chunks of the other streams.
         params, new_version = weights(chunk)
         if new_version != version:
           self._counts["weight_updates"] += version is not None
           version = new_version
-          slots.set_version(version)
-        slots.collect(stream=stream, wait_all=config.wait_for_env, stop=stop)
-        started = slots.refill(next_request)
+          scheduler.set_version(version)
+        scheduler.collect_responses(stream=stream, wait_all=config.wait_for_env, stop=stop)
+        started = scheduler.start_episodes(next_request)
         if started:
-          slots.collect(stream=stream, wait_all=config.wait_for_env, stop=stop)
+          scheduler.collect_responses(stream=stream, wait_all=config.wait_for_env, stop=stop)
         while not self._cuts.empty():
           to_cut.add(self._cuts.get())
         if to_cut:
-          to_cut = slots.cut(to_cut)
+          to_cut = scheduler.cut(to_cut)
         self._busy_since = self._busy_since or time.perf_counter()
-        prefilled = slots.prefill(params, stream)
-        dispatched = slots.dispatch(params, key, stream)
+        prefilled = scheduler.dispatch_prefill(params, stream)
+        dispatched = scheduler.dispatch_decode(params, key, stream)
         chunk += dispatched
-        finished, failures = slots.take_finished()  # trajectories are built while the device works
-        stream = (stream + 1) % slots.num_streams
-        busy = slots.decoding
-        slots.absorb(stream)
-        self._note_busy(busy)
-        self._failures.succeeded(len(finished))
+        finished, failures = scheduler.take_finished()  # trajectories are built while the device works
+        stream = (stream + 1) % scheduler.num_streams
+        busy = scheduler.decoding
+        scheduler.collect_tokens(stream)
+        self._record_busy(busy)
+        self._failures.record_successes(len(finished))
         yield from finished  # before the failures, which may end the run
-        self._note_failures(failures, on_failure)
-        if busy or prefilled or started or finished or failures or slots.to_prefill:
+        self._record_failures(failures, on_failure)
+        if busy or prefilled or started or finished or failures or scheduler.to_prefill:
           continue
-        if slots.waiting:
-          slots.collect(wait_s=_IDLE_WAIT_S)
+        if scheduler.waiting:
+          scheduler.collect_responses(wait_s=_IDLE_WAIT_S)
         elif stop is None:
           return
         else:
           stop.wait(_IDLE_WAIT_S)
     finally:
-      slots.abandon_all()
+      scheduler.abandon_all()
       self._busy_since = None
       self._driving.release()
 
-  def _note_busy(self, busy: bool) -> None:
-    """Counts the time with device work in flight once there is none any more; `busy`: there was some until now."""
-    if self._slots.decoding:
+  def _record_busy(self, busy: bool) -> None:
+    """Adds the time with device work in flight, once there is none left. `busy`: there was some until now."""
+    if self._scheduler.decoding:
       return
     if busy and self._busy_since is not None:
       self._busy_seconds += time.perf_counter() - self._busy_since
     self._busy_since = None
 
-  def _note_failures(
+  def _record_failures(
     self,
     failures: list[tuple[EpisodeRequest, EpisodeFailure]],
     on_failure: Callable[[EpisodeRequest], None] | None,
   ) -> None:
-    """Counts failures, and stops the engine when there are too many."""
+    """Counts failures, and raises if there are too many."""
     for request, failure in failures:
-      self._failures.failed(request, failure)
+      self._failures.record_failure(request, failure)
       self._counts["failed_episodes"] += 1
       if on_failure is not None:
         on_failure(request)
     if failures:
-      self._failures.judge(*failures[-1])
+      self._failures.check(*failures[-1])
 
 
 class AsyncEngine(Protocol):
-  """What the asynchronous schedule needs of an engine, here or elsewhere."""
+  """Interface between the asynchronous schedule and an engine: embedded, on a server, or a Ray cluster."""
 
   def run(
     self,
@@ -280,17 +293,17 @@ class AsyncEngine(Protocol):
     *,
     on_failure: Callable[[EpisodeRequest], None] | None = None,
   ) -> None:
-    """As `Engine.run`."""
+    """See `Engine.run`."""
     ...
 
   @property
   def counters(self) -> dict[str, Any]:
-    """As `Engine.counters`."""
+    """See `Engine.counters`."""
     ...
 
 
 class RolloutEngine(AsyncEngine, Protocol):
-  """What a whole run needs of an engine: the embedded one, or one on a server."""
+  """Interface between a run and its engine: embedded, or on a server."""
 
   def generate(
     self,
@@ -300,20 +313,20 @@ class RolloutEngine(AsyncEngine, Protocol):
     seed: int | None = None,
     on_failure: Callable[[EpisodeRequest], None] | None = None,
   ) -> Iterator[Trajectory]:
-    """As `Engine.generate`."""
+    """See `Engine.generate`."""
     ...
 
   def close(self) -> None:
-    """As `Engine.close`."""
+    """See `Engine.close`."""
     ...
 
 
 class EngineThread:
-  """Runs an engine's `run` on a thread of its own, and brings its exceptions back.
+  """A daemon thread that calls `Engine.run`. Exceptions of the thread are raised by `check` and `stop`.
 
   Args:
     engine: the engine.
-    **run_arguments: as for `Engine.run`, without `stop`.
+    **run_arguments: arguments of `Engine.run`, except `stop`.
   """
 
   def __init__(self, engine: AsyncEngine, **run_arguments: Any):
@@ -328,20 +341,20 @@ class EngineThread:
     self._thread.start()
 
   def check(self) -> None:
-    """Raises what ended the engine's thread, with its traceback; else does nothing."""
+    """Raises the exception that ended the thread, with its traceback; otherwise does nothing."""
     if self._error is not None:
       raise self._error
 
   @property
   def stopping(self) -> threading.Event:
-    """Set once the engine must end."""
+    """Event that is set once `stop` was called."""
     return self._stop
 
   def stop(self, timeout: float = 60.0) -> None:
-    """Ends the engine (within a chunk) and raises what it raised.
+    """Stops the engine after its current chunk, and raises the exception that ended it, if any.
 
     Raises:
-      TimeoutError: it did not end within `timeout` seconds.
+      TimeoutError: the engine did not stop within `timeout` seconds.
     """
     self._stop.set()
     self._thread.join(timeout)

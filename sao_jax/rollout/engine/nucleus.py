@@ -1,4 +1,4 @@
-"""Top-p sampling: which tokens are left to choose from."""
+"""Top-p (nucleus) truncation of logits."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import jax.numpy as jnp
 
 
 def nucleus(logits: jax.Array, *, top_p: float) -> jax.Array:
-  """Logits of the truncated distribution: -inf outside the nucleus.
+  """Sets the logits outside the nucleus to -inf.
 
-  N = {a : Σ_{b : p_b > p_a} p_b < top_p},   z'_a = z_a if a ∈ N else -inf.
+    N = {a : Σ_{b : p_b > p_a} p_b < top_p},   z'_a = z_a if a ∈ N else -inf
 
-  The most probable tokens, as few as reach a mass of `top_p` (Holtzman et al., arXiv 1904.09751), but equally probable
-  ones are all in or all out, so that the order of the vocabulary decides nothing. The most probable token is always in.
+  N is the smallest set of most probable tokens with a mass of `top_p` (Holtzman et al., arXiv 1904.09751). Deviation:
+  equally probable tokens are all in N or all outside, so that the order of the vocabulary has no influence. The most
+  probable token is always in N.
 
-  softmax(z') is what is sampled from, so that it is also what log-probs are recorded of.
+  Tokens are sampled from softmax(z'), and log-probs are recorded under it.
 
   Args:
     logits: `[S, V]` float32, already divided by the temperature.
-    top_p: in (0, 1); at 1 there is nothing to leave out.
+    top_p: probability mass of the nucleus, in (0, 1).
 
   Returns:
     `[S, V]` float32.
+
+  >>> nucleus(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), top_p=0.6)[0] > -jnp.inf
+  Array([ True,  True, False], dtype=bool)
   """
   descending = jnp.sort(logits, axis=-1, descending=True)
   upto = jnp.cumsum(jax.nn.softmax(descending, axis=-1), axis=-1)

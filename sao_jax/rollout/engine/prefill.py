@@ -1,4 +1,4 @@
-"""How contexts that must be fed are cut into the rows of few, well-filled prefill calls."""
+"""Prefill planning: contexts are split into pieces, and the pieces packed into few, well-filled prefill calls."""
 
 from __future__ import annotations
 
@@ -12,40 +12,45 @@ class Piece(NamedTuple):
   """A part of one context: a row of a prefill call."""
 
   context: int
-  """Which context."""
+  """Index of the context."""
   offset: int
-  """Its first token, counted from the first one that the context must be fed."""
+  """Index of the piece's first token among those of the context that need prefill."""
   size: int
-  """Its tokens; 0 for a context of which nothing must be fed."""
+  """Number of tokens; 0 for a context without tokens to prefill."""
   last: bool
-  """No piece of the same context comes after it."""
+  """Whether this is the last piece of its context."""
 
 
 class PrefillCall(NamedTuple):
-  """One call's shape and rows."""
+  """Shape and rows of one prefill call."""
 
   num_rows: int
   width: int
+  """Tokens per row, padding included."""
   pieces: list[Piece]
+  """At most `num_rows`, one per row."""
 
 
 def plan_calls(
   starts: Sequence[int], lengths: Sequence[int], *, rows: tuple[int, ...], widths: tuple[int, ...]
 ) -> list[PrefillCall]:
-  """Cuts contexts into pieces of one width, the one that costs least.
+  """Splits contexts into pieces of one width and packs them into calls. The width is the one with the lowest cost.
 
-  cost = sum over calls of num_rows * (width + w_0 / 2), w_0 the smallest width: tokens, padding included, and what a
-  row costs by itself (it reads its slot's keys and values).
+    cost = Σ over calls of num_rows · (width + w₀ / 2),   w₀ = the smallest width
+
+  The first term counts tokens, padding included. The second is the fixed cost of a row, which reads its slot's keys and
+  values.
 
   Args:
-    starts: position of the first token to feed, of each context.
-    lengths: how many tokens to feed, >= 0.
+    starts: per context, the position of the first token to prefill.
+    lengths: per context, the number of tokens to prefill, >= 0.
     rows: row counts that a call may have, ascending.
     widths: tokens per row that a call may have, ascending.
 
   Returns:
-    Calls, to be made in this order: short contexts first, so that few calls read far back; the pieces of a context in
-    the order of their tokens. A call may hold several pieces of a context: all rows are written before any is read.
+    Calls in the order in which they must be made. Short contexts come first, so that few calls read far back. The
+    pieces of a context keep the order of their tokens. A call may hold several pieces of a context: a call writes all
+    its rows before it reads any.
   """
   if not lengths:
     return []
@@ -69,6 +74,6 @@ def plan_calls(
 
 
 def _row_counts(num_pieces: int, rows: tuple[int, ...]) -> list[int]:
-  """Row counts of the calls that hold `num_pieces`: full ones of the largest count, then the smallest that does."""
+  """Row counts of the calls for `num_pieces`: full calls of the largest count, then the smallest count that fits."""
   full, rest = divmod(num_pieces, rows[-1])
   return [rows[-1]] * full + ([bucket(rows, rest)] if rest else [])

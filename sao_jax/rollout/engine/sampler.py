@@ -1,4 +1,4 @@
-"""Jitted prefill and chunked decoding over slots, with sampling fused in."""
+"""Jitted prefill and chunked decoding over slots, with sampling inside the decode loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.extend.random import threefry_2x32
 from sao_jax.rollout.engine.nucleus import nucleus
 from sao_jax.types import Cache, CachedPolicy, Params, Window
 
-_HEADER = 8  # slot, start, count, slot whose state is set, and that state
+_HEADER = 8  # slot, start, count, slot whose state is set, and the four fields of that state
 _MAX_UNIFORM = 1.0 - 2.0**-20  # keeps a sampled threshold below the total, so that no token of weight 0 is chosen
 _BLOCK = 32
 
@@ -27,84 +27,89 @@ _Carry: TypeAlias = "tuple[jax.Array, Window, SlotState, jax.Array, jax.Array]"
 
 
 class SlotState(NamedTuple):
-  """What decoding needs to know about every slot; lives on the device, `[S]` each."""
+  """Decode state of all slots, on the device; `[S]` each."""
 
   token: jax.Array
-  """int32: the last token of the context; its keys and values are not written yet."""
+  """int32: the last token of the context. Its keys and values are not in the cache yet."""
   position: jax.Array
   """int32: position of `token`."""
   budget: jax.Array
-  """int32: action tokens that may still be sampled."""
+  """int32: number of action tokens that may still be sampled."""
   active: jax.Array
-  """bool: the slot is writing an action."""
+  """bool: the slot is decoding an action."""
   episode: jax.Array
-  """int32: the episode's number; noise is derived from it and from the position."""
+  """int32: id of the episode; sampling noise is derived from it and from the position."""
 
 
 class Chunk(NamedTuple):
-  """What a decode chunk of one stream sampled, on the host; row i is slot `stream + i * num_streams`."""
+  """Sampled tokens of one stream's decode chunk, on the host; row i is slot `stream + i * num_streams`."""
 
   tokens: np.ndarray
   """`[steps, S / num_streams]` int32: row i sampled `tokens[:num_sampled[i], i]`."""
   logp: np.ndarray
-  """`[steps, S / num_streams]` float32."""
+  """`[steps, S / num_streams]` float32: behaviour log-probs of `tokens`."""
   num_sampled: np.ndarray
-  """`[S / num_streams]` int32."""
+  """`[S / num_streams]` int32: number of tokens sampled, in [0, steps]."""
   active: np.ndarray
-  """`[S / num_streams]` bool: the slot goes on in the next chunk."""
+  """`[S / num_streams]` bool: the slot continues its action in the next chunk."""
 
 
 _CPU_COPY: Mapping[str, tuple[float, float]] = {"host": (80e6, 40.0), "device": (40e6, 45.0)}
 _ACCELERATOR_COPY: Mapping[str, tuple[float, float]] = {"host": (0.0, 15_000.0), "device": (0.0, 300.0)}
-"""FLOPs that feeding does in the time of a copy, and in that of each byte of it."""
+"""Cost of a copy as FLOPs that prefill does in the same time: (fixed cost, cost per byte)."""
 
 
 class RunningChunk(NamedTuple):
-  """A dispatched decode chunk."""
+  """A dispatched decode chunk; `Sampler.fetch` waits for it."""
 
   stream: int
   out: Future[jax.Array]
 
 
-SavedRow: TypeAlias = "Future[Cache]"
-"""One slot's part of a cache, taken out of it."""
+CacheRow: TypeAlias = "Future[Cache]"
+"""A copy of one slot's keys and values."""
 
 
 class RowState(NamedTuple):
-  """A slot's state after a row was fed to it."""
+  """State of a slot after its prefill."""
 
   next_token: int
-  """The context's token after those that were fed; decoding starts by feeding it."""
+  """The last token of the context, which is not prefilled: the first decode step takes it as its input."""
   budget: int
   activate: bool
+  """Whether the slot starts decoding."""
   episode: int
 
 
 class PrefillRow(NamedTuple):
-  """Tokens to feed to one slot."""
+  """Tokens to prefill in one slot."""
 
   slot: int
   start: int
+  """Position of the first token."""
   tokens: np.ndarray
-  """`[n]` int32, to be written at `start, start + 1, ...`; may be empty."""
+  """`[n]` int32, for positions `start, start + 1, ...`; may be empty."""
   state: RowState | None
-  """None: the slot's state stays, because another row of the same slot sets it."""
+  """State of the slot afterwards; None if another row of the same slot sets it."""
 
 
 def sample_tokens(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Samples from softmax(logits) by inverting its cumulative sum.
 
-  a = min{ i : sum_{j <= i} p_j > u },   logp = log p_a.
+    a = min{ i : Σ_{j ≤ i} p_j > u },   logp = log p_a
 
-  One uniform number per row, and one exponential per logit which the log-prob shares. The cumulative sum is taken in
-  two levels (blocks, then inside the chosen block): a plain one costs more than the rest on CPU.
+  Needs one uniform number per row and one exponential per logit, which the log-prob shares. The cumulative sum has two
+  levels, over blocks and inside the chosen block: on a CPU a plain one costs more than everything else.
 
   Args:
     logits: `[S, V]` float32, already divided by the temperature.
     uniform: `[S]` float32 in [0, 1).
 
   Returns:
-    Tokens `[S]` int32 and their log-probs `[S]` float32.
+    Tokens `[S]` int32 and their log-probs `[S]` float32, <= 0.
+
+  >>> sample_tokens(jnp.log(jnp.array([[0.2, 0.8], [0.2, 0.8]])), jnp.array([0.1, 0.3]))[0]
+  Array([0, 1], dtype=int32)
   """
   size = logits.shape[-1]
   top = jnp.max(logits, axis=-1, keepdims=True)
@@ -126,18 +131,21 @@ def sample_tokens(logits: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax
 
 
 def slot_noise(key: jax.Array, episode: jax.Array, position: jax.Array, *, steps: int) -> jax.Array:
-  """Uniform numbers in [0, 1), `[steps, S]`, for the tokens at `position + 1 + i` of each episode.
+  """Returns uniform numbers for the tokens at positions `position + 1 + i` of each episode.
 
-  u = threefry(key, (episode, position)) / 2^32, to 24 bits.
+    u = threefry(key, (episode, position)) / 2³², to 24 bits
 
-  One call of the block cipher behind `jax.random` per chunk, with (episode, position) as its counter: what an episode
-  samples depends neither on its slot nor on its neighbours, and no two tokens of a key share a number.
+  One call per chunk of the block cipher behind `jax.random`, with (episode, position) as its counter. So the samples of
+  an episode depend neither on its slot nor on other episodes, and no two tokens under one key share a number.
 
   Args:
     key: a threefry key; not consumed, since the counter makes each draw unique.
-    episode: `[S]` int32.
+    episode: `[S]` int32 episode ids.
     position: `[S]` int32: position of the last token of each context.
     steps: tokens per slot.
+
+  Returns:
+    `[steps, S]` float32 in [0, 1).
   """
   at = position[None, :] + jnp.arange(1, steps + 1)[:, None]
   counter = jnp.stack([jnp.broadcast_to(episode, at.shape), at]).astype(jnp.uint32)
@@ -147,17 +155,17 @@ def slot_noise(key: jax.Array, episode: jax.Array, position: jax.Array, *, steps
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplerSpec:
-  """What the compiled programs depend on besides shapes; samplers of equal specs share them."""
+  """Static settings of the compiled programs. Samplers with equal specs share their programs."""
 
   model: CachedPolicy
   chunk_steps: int
-  """Decode steps of a chunk."""
+  """Decode steps per chunk."""
   temperature: float
-  """Logits are divided by it, in float32; log-probs are those of the result."""
+  """Sampling temperature, > 0. Logits are divided by it in float32, and log-probs are those of the result."""
   stop_ids: tuple[int, ...]
-  """Ids that end an action."""
+  """Token ids that end an action."""
   top_p: float = 1.0
-  """Mass of the nucleus that is sampled from, in (0, 1]; log-probs are those inside it."""
+  """Nucleus mass, in (0, 1]. Log-probs are those of the truncated distribution."""
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "live_len"), donate_argnums=(1, 2))
@@ -183,7 +191,7 @@ def _decode(
   model, steps = spec.model, spec.chunk_steps
   lm_head = model.lm_head(prepared)
   slots = jnp.arange(state.token.shape[0])
-  if len(live_lens) > 1:  # the longest active contexts first; from here on everything is by row, not by slot
+  if len(live_lens) > 1:  # rows sorted by length, longest active contexts first, so that each group has one window
     slots = jnp.argsort(jnp.where(state.active, state.position, -1), descending=True)
     state = jax.tree.map(lambda x: x[slots], state)
   noise = slot_noise(key, state.episode, state.position, steps=steps)
@@ -211,7 +219,7 @@ def _decode(
   shape = (steps, state.token.shape[0])
   window = model.window(cache, slots, state.position, steps=steps, live_lens=live_lens)
   carry = (jnp.int32(0), window, state, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-  # A while loop rather than a scan: it ends when every slot waits.
+  # A while loop rather than a scan: it ends early when no slot is active.
   _, window, state, tokens, logp = jax.lax.while_loop(
     lambda carry: (carry[0] < steps) & carry[2].active.any(), body, carry
   )
@@ -235,7 +243,7 @@ def _decode(
 
 @functools.partial(jax.jit, static_argnames=("spec", "num_slots", "max_len"))
 def _empty(*, spec: SamplerSpec, num_slots: int, max_len: int) -> tuple[Cache, SlotState]:
-  """A cache and slots without content, made where they live."""
+  """Makes an empty cache and empty slots, directly on their devices."""
   zeros = jnp.zeros((num_slots,), jnp.int32)
   state = SlotState(token=zeros, position=zeros, budget=zeros, active=zeros.astype(jnp.bool_), episode=zeros)
   return spec.model.init_cache(num_slots, max_len), _constrain_slots(spec, state)
@@ -262,7 +270,7 @@ def _write_row(cache: Cache, row: Cache, slot: jax.Array) -> Cache:
 
 
 class _DecodeStream:
-  """Some of the slots: their cache and state, donated to every call, so that nothing is copied."""
+  """Cache and state of one stream's slots. They are donated to every call, so that nothing is copied."""
 
   def __init__(self, spec: SamplerSpec, num_slots: int, max_len: int):
     self._spec = spec
@@ -280,31 +288,30 @@ class _DecodeStream:
       self.cache, self.state, out = _decode(prepared, self.cache, self.state, key, spec=self._spec, live_lens=live_lens)
     return out
 
-  def save(self, slot: int, to_host: bool) -> Cache:
+  def read_row(self, slot: int, to_host: bool) -> Cache:
     with _dispatching(self._spec):
       row = _read_row(self.cache, jax.device_put(np.int32(slot)))
     return jax.device_get(row) if to_host else row
 
-  def restore(self, slot: int, saved: SavedRow) -> None:
-    # On the device already, or on its way there.
-    row = jax.tree.map(jnp.asarray, saved.result())
+  def write_row(self, slot: int, source: CacheRow) -> None:
+    # Either on the device already, or copied there now.
+    row = jax.tree.map(jnp.asarray, source.result())
     with _dispatching(self._spec):
       self.cache = _write_row(self.cache, row, jax.device_put(np.int32(slot)))
 
 
 class Sampler:
-  """Owns the cache and the slots' state.
+  """Prefills and decodes slots; owns the KV cache and the slots' state.
 
-  Slots are dealt out to streams (slot s is in stream s % num_streams), each with a program and, if there are several, a
-  thread of its own: a CPU runs most operations of a small model on one core, so that as many streams as cores decode
-  side by side, and what the host has to do for one stream it does while the others decode. Nothing that a slot samples
-  depends on its stream.
+  Slot s belongs to decode stream s % num_streams. Several streams decode in parallel, each on a thread of its own. A
+  CPU runs most operations of a small model on one core, so use as many streams as cores. Host work for one stream then
+  overlaps with the decoding of the others. The samples of a slot do not depend on its stream.
 
   Args:
-    spec: model and sampling.
-    num_slots: slots.
+    spec: model and sampling settings.
+    num_slots: number of slots, S.
     max_len: cache entries per slot.
-    num_streams: a divisor of `num_slots`.
+    num_streams: number of decode streams; a divisor of `num_slots` (`ValueError` otherwise).
   """
 
   def __init__(self, spec: SamplerSpec, *, num_slots: int, max_len: int, num_streams: int = 1):
@@ -316,7 +323,7 @@ class Sampler:
     self._params: Params = None
     self._prepared: Params = None
     self._streams: list[_DecodeStream] = []
-    # A thread per stream: what one thread dispatches, the CPU runs one after the other.
+    # One thread per stream: programs that one thread dispatches run one after the other on a CPU.
     self._threads = [ThreadPoolExecutor(1, f"sao_jax-stream{i}") for i in range(num_streams)] if num_streams > 1 else []
     self._pending: list[list[Future[Any]]] = [[] for _ in range(num_streams)]
     self._num_streams = num_streams
@@ -328,15 +335,15 @@ class Sampler:
 
   @property
   def num_groups(self) -> int:
-    """Groups of windows that suit a stream: halves, since the longest context is often twice as long as most.
+    """Number of window lengths per chunk of a stream: 2, since the longest context is often twice as long as most.
 
-    One where slots are on a mesh (rows would change their shard), or where they do not divide.
+    It is 1 on a mesh, where sorting would move rows between shards, and for an odd number of slots.
     """
     return 1 if self._spec.model.placement is not None or self._num_slots // self._num_streams % 2 else 2
 
   def reset(self) -> None:
     """Empties all slots."""
-    self.settle()
+    self.flush()
     self._streams = []  # frees the old caches first
     per_stream = self._num_slots // self._num_streams
     self._streams = [_DecodeStream(self._spec, per_stream, self._max_len) for _ in range(self._num_streams)]
@@ -347,14 +354,18 @@ class Sampler:
       thread.shutdown()
 
   def prefill(self, params: Params, rows: Sequence[PrefillRow], *, num_rows: int, width: int, live_len: int) -> None:
-    """Feeds up to `num_rows` rows of up to `width` tokens; `live_len` bounds every row's last position + 1.
+    """Dispatches the prefill of some rows, without waiting.
 
-    Rows must have slots of one stream, and only one of the rows of a slot a state. Rows of one slot read each other's
-    tokens, as far as they come before. Only dispatches.
+    Args:
+      params: weights.
+      rows: at most `num_rows`, all of one stream. Rows of one slot see each other's earlier tokens. Only one of them
+        may have a state.
+      num_rows, width: shape of the compiled program; no row has more than `width` tokens.
+      live_len: upper bound on every row's last position + 1.
     """
     (stream,) = {row.slot % self._num_streams for row in rows}
     packed = np.zeros((num_rows, _HEADER + width), np.int32)
-    packed[:, [0, 3]] = self._num_slots  # what has no such slot is ignored
+    packed[:, [0, 3]] = self._num_slots  # no such slot: padding rows are ignored
     for i, row in enumerate(rows):
       count = len(row.tokens)
       slot = row.slot // self._num_streams
@@ -364,25 +375,24 @@ class Sampler:
       packed[i, _HEADER : _HEADER + count] = row.tokens
     self._submit(stream, functools.partial(self._streams[stream].prefill, params, packed, live_len))
 
-  def save(self, slot: int, *, to_host: bool) -> SavedRow:
-    """Copies what the cache holds for a slot, as of the calls before, to the host or inside the device."""
+  def read_row(self, slot: int, *, to_host: bool) -> CacheRow:
+    """Copies a slot's keys and values, after all earlier calls, to the host or within the device."""
     stream, row = slot % self._num_streams, slot // self._num_streams
-    return self._submit(stream, functools.partial(self._streams[stream].save, row, to_host))
+    return self._submit(stream, functools.partial(self._streams[stream].read_row, row, to_host))
 
-  def restore(self, slot: int, saved: SavedRow) -> None:
-    """Puts what `save` took out into any slot."""
+  def write_row(self, slot: int, source: CacheRow) -> None:
+    """Writes a row that `read_row` returned into any slot."""
     stream, row = slot % self._num_streams, slot // self._num_streams
-    self._submit(stream, functools.partial(self._streams[stream].restore, row, saved))
+    self._submit(stream, functools.partial(self._streams[stream].write_row, row, source))
 
-  def copy_pays(self, params: Params, length: int, *, to_host: bool) -> bool:
-    """Whether copying a slot's row costs less than feeding its `length` tokens again.
+  def copy_is_cheaper(self, params: Params, length: int, *, to_host: bool) -> bool:
+    """Whether copying a slot's row is cheaper than another prefill of its `length` tokens.
 
-    FLOPs in the time of a copy + bytes moved * (FLOPs in the time of a byte) < 2 * parameters * length.
+      fixed cost + bytes · (cost per byte) < 2 · parameters · length   (all in FLOPs of prefill)
 
-    A row goes to the host and back, or once inside the device; it is moved whole. The figures of a CPU are those that
-    `experiments.benchmarks.kv_cache` measures on two cores; those of an accelerator are estimates: 300 TFLOP/s beside
-    20 GB/s to the host and 1 TB/s inside. Experts that a token does not pass are counted, so that mixtures copy
-    somewhat early.
+    A row is copied whole: to the host and back, or once within the device. The costs on a CPU were measured on two
+    cores (benchmark `kv_cache`). Those of an accelerator are estimates: 300 TFLOP/s, 20 GB/s to the host and 1 TB/s
+    within the device. Parameters include the experts that a token skips, so mixtures of experts copy somewhat early.
     """
     row_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(self._streams[0].cache))
     parameters = sum(x.size for x in jax.tree.leaves(params))
@@ -391,14 +401,14 @@ class Sampler:
     return per_copy + row_bytes * (2 if to_host else 1) * per_byte < 2.0 * parameters * length
 
   def decode(self, params: Params, key: jax.Array, *, stream: int, live_lens: tuple[int, ...]) -> RunningChunk:
-    """Dispatches a chunk of one stream; give the result to `fetch`.
+    """Dispatches a decode chunk of one stream, without waiting; `fetch` returns its tokens.
 
     Args:
       params: weights.
-      key: base of the noise.
-      stream: which stream.
-      live_lens: bounds on every active slot's position + `chunk_steps`: one for all, or one for each of several groups
-        of equal size, the longest active contexts being in the first.
+      key: threefry key of the sampling noise.
+      stream: index of the stream.
+      live_lens: upper bounds on every active slot's position + `chunk_steps`. One for all slots, or one for each of
+        several groups of equal size, where the first group has the longest active contexts.
     """
     if params is not self._params:
       with _dispatching(self._spec):
@@ -407,8 +417,8 @@ class Sampler:
     return RunningChunk(stream, self._submit(stream, decode))
 
   def fetch(self, chunk: RunningChunk) -> Chunk:
-    """Waits for a chunk: the one transfer from the stream's device."""
-    self._settle(chunk.stream)
+    """Waits for a chunk and transfers it to the host."""
+    self._flush(chunk.stream)
     steps = self._spec.chunk_steps
     host = jax.device_get(chunk.out.result())
     return Chunk(
@@ -418,13 +428,13 @@ class Sampler:
       active=host[-1].astype(bool),
     )
 
-  def settle(self) -> None:
-    """Waits for all submitted calls to be dispatched; raises what they raised."""
+  def flush(self) -> None:
+    """Waits until all submitted calls are dispatched, and raises their exceptions."""
     for stream in range(self._num_streams):
-      self._settle(stream)
+      self._flush(stream)
 
   def _submit(self, stream: int, call: Callable[[], _T]) -> Future[_T]:
-    """Runs `call` on the stream's thread, after what was submitted before; here and now if there is but one stream."""
+    """Runs `call` on the stream's thread after earlier calls; with one stream, on the caller's thread."""
     if self._threads:
       future = self._threads[stream].submit(call)
     else:
@@ -433,7 +443,7 @@ class Sampler:
     self._pending[stream].append(future)
     return future
 
-  def _settle(self, stream: int) -> None:
+  def _flush(self, stream: int) -> None:
     pending, self._pending[stream] = self._pending[stream], []
     for future in pending:
       future.result()

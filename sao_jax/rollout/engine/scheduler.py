@@ -1,8 +1,8 @@
-"""The scheduler: which live sequence is reset, prefilled, decoded or stepped next.
+"""Scheduler of live sequences: resets and steps of environments, prefill and decode chunks.
 
-A sequence goes FREE -> ENV (reset) -> PREFILL -> DECODE -> ENV (step) -> PREFILL -> ... -> FREE. In every state but
-FREE it has a request. From its first PREFILL on it has an `Episode`, whose first `num_computed` tokens are in the
-cache. `KVCacheManager` decides which sequences have a slot of the cache: those in PREFILL or DECODE do.
+A sequence goes FREE -> ENV (reset) -> PREFILL -> DECODE -> ENV (step) -> PREFILL -> ... -> FREE. It has a request in
+every phase but FREE. From its first PREFILL on it has an `Episode`, whose first `num_computed` tokens are in the cache.
+`KVCacheManager` assigns the slots of the cache; sequences decode, and are prefilled, only in a slot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ class _Running(NamedTuple):
 
 
 class Scheduler:
-  """All live sequences of an engine, with their environments and the sampler. Used from one thread."""
+  """Scheduler of an engine's live sequences, their environments and the sampler. Not thread-safe.
+
+  Args:
+    config: settings.
+    make_env: makes environments.
+    tokenizer: used on the environment threads.
+    sampler: prefills and decodes; closed with this object.
+  """
 
   def __init__(self, *, config: EngineConfig, make_env: EnvironmentFactory, tokenizer: Tokenizer, sampler: Sampler):
     self._config = config
@@ -54,12 +61,13 @@ class Scheduler:
     self._workers = Workers(config.env_workers)
     self._wait_policy = EnvWaitPolicy()
     self._chunk_s = 0.0
-    """Seconds that the last chunk took, in any stream."""
-    self._absorbed_at = 0.0
+    """Duration of the last chunk of any stream, in seconds."""
+    self._collected_at = 0.0
+    """Time at which the tokens of the last chunk arrived."""
     self._running: dict[int, _Running] = {}
     """Dispatched chunks by decode stream."""
     self._tasks: dict[Task, LiveSequence | None] = {}
-    """Running environment calls. None: closing an environment, for which no sequence waits."""
+    """Running environment calls. None: an environment is being closed, and no sequence waits for it."""
     self._sequences = [LiveSequence(i, self._new_holder()) for i in range(config.live_episodes)]
     self._clock = itertools.count()
     self._version = -1
@@ -70,7 +78,7 @@ class Scheduler:
 
   @property
   def waiting(self) -> bool:
-    """Whether an environment call is running that a sequence waits for."""
+    """Whether a sequence waits for its environment."""
     return any(sequence is not None for sequence in self._tasks.values())
 
   @property
@@ -95,14 +103,14 @@ class Scheduler:
     self._cache.reset()
 
   def abandon_all(self) -> None:
-    """Frees all slots and abandons running environment calls (their threads close the environments)."""
+    """Frees all slots and abandons running environment calls; their threads close the environments."""
     for task, sequence in self._tasks.items():
       if self._workers.abandon(task) and sequence is not None:
         sequence.holder = self._new_holder()
     self._tasks.clear()
     self._workers.poll()
     self._running.clear()
-    self._sampler.settle()
+    self._sampler.flush()
     self._ended.clear()
     self._failures.clear()
     for sequence in self._sequences:
@@ -121,12 +129,12 @@ class Scheduler:
     self._sampler.close()
 
   def set_version(self, version: int) -> None:
-    """Records the version of the weights for chunks that are dispatched from now on."""
+    """Records the policy version of the chunks that are dispatched from now on."""
     self._version = version
     self._cache.set_version(version)
 
-  def refill(self, next_request: Callable[[], EpisodeRequest | None]) -> int:
-    """Starts requests in free sequences until either runs out; returns how many."""
+  def start_episodes(self, next_request: Callable[[], EpisodeRequest | None]) -> int:
+    """Starts episodes until there is no free sequence or no request. Returns the number of episodes started."""
     started = 0
     for sequence in self._sequences:
       if sequence.state is not Status.FREE:
@@ -140,7 +148,7 @@ class Scheduler:
     self.counts["episodes_started"] += started
     return started
 
-  def collect(
+  def collect_responses(
     self,
     *,
     stream: int | None = None,
@@ -148,12 +156,12 @@ class Scheduler:
     wait_s: float = 0.0,
     stop: threading.Event | None = None,
   ) -> None:
-    """Takes the responses of environments, in the order of the sequences, and abandons calls that hang.
+    """Processes the responses of environments, in the order of the sequences, and abandons calls that hang.
 
     Args:
-      stream: the stream whose next chunk comes. Its environments are waited for as long as `EnvWaitPolicy` says.
+      stream: the stream that decodes next; `EnvWaitPolicy` limits the wait for its environments. None: no such wait.
       wait_all: wait for every running call.
-      wait_s: wait this long for the first answer.
+      wait_s: seconds to wait for the first response.
       stop: ends the wait for every call.
     """
     done = self._workers.poll(wait_s)
@@ -163,11 +171,11 @@ class Scheduler:
     while wait_all and len(done) < len(self._tasks) and not (stop is not None and stop.is_set()):
       done += self._workers.poll(_POLL_S)
       self._abandon_hanging()
-    answers = [(sequence, task) for task in done if (sequence := self._tasks.pop(task, None)) is not None]
-    for _, task in answers:
+    responses = [(sequence, task) for task in done if (sequence := self._tasks.pop(task, None)) is not None]
+    for _, task in responses:
       assert task.finished_at is not None
       self._wait_policy.record(task.finished_at - task.submitted_at)
-    for sequence, task in sorted(answers, key=lambda x: x[0].index):
+    for sequence, task in sorted(responses, key=lambda x: x[0].index):
       if task.error is not None:
         self._fail(sequence, task.error)
       elif sequence.episode is None:
@@ -176,15 +184,15 @@ class Scheduler:
         sequence.episode = Episode(sequence.request, task.result)
         self._start_prefill(sequence)
       else:
-        self._take_response(sequence, *task.result)
+        self._add_response(sequence, *task.result)
 
   def _wait_for_fresh(self, stream: int, done: Collection[Task]) -> list[Task]:
-    """Waits for the calls made since the last chunk for as long as that pays; returns those that finished."""
+    """Waits for calls made since the last chunk, as long as `EnvWaitPolicy` allows; returns those that ended."""
     streams = (stream, None)
     fresh = [
       task
       for task, sequence in self._tasks.items()
-      if sequence is not None and task.submitted_at >= self._absorbed_at and self._cache.stream(sequence) in streams
+      if sequence is not None and task.submitted_at >= self._collected_at and self._cache.stream(sequence) in streams
       if task not in done
     ]
     states = (Status.PREFILL, Status.DECODE)
@@ -199,10 +207,10 @@ class Scheduler:
     return more
 
   def cut(self, requests: Collection[EpisodeRequest]) -> set[EpisodeRequest]:
-    """Ends the episodes of `requests` where they are: 'truncated', or failed if nothing was sampled yet.
+    """Ends the episodes of `requests` now: 'truncated', or failed if nothing was sampled yet.
 
     Returns:
-      Those whose environment is at work, or that decode at this moment: they cannot be ended now.
+      Requests that cannot be ended now, because their environment is running or their chunk is in flight.
     """
     waiting = set()
     for sequence in self._sequences:
@@ -212,16 +220,16 @@ class Scheduler:
       if sequence.state is Status.ENV or running:
         waiting.add(sequence.request)
       elif sequence.episode is None or not (sequence.episode.num_turns or sequence.episode.action_length):
-        self._failures.append((sequence.request, EpisodeFailure("cut", "cut before its first token.")))
+        self._failures.append((sequence.request, EpisodeFailure("cut", "ended by Engine.cut before its first token.")))
         self._free(sequence)
       else:
         if sequence.episode.action_length:
-          sequence.episode.cut_action = sequence.episode.end_action()
+          sequence.episode.unfinished_action = sequence.episode.end_action()
         self._end(sequence, "truncated")
     return waiting
 
-  def prefill(self, params: Params, stream: int) -> int:
-    """Dispatches a piece of every context that a stream has to prefill; returns the number of contexts."""
+  def dispatch_prefill(self, params: Params, stream: int) -> int:
+    """Dispatches the prefill of a piece of each waiting context of a stream; returns the number of contexts."""
     if self._config.recompute_cache_on_update:
       for sequence in self._decoding_in(stream):
         if sequence.cache_version != self._version:
@@ -230,8 +238,8 @@ class Scheduler:
     self._prefill_all(params, placed)
     return len(placed)
 
-  def dispatch(self, params: Params, key: jax.Array, stream: int) -> bool:
-    """Dispatches a decode chunk of a stream; False if none of its sequences is decoding."""
+  def dispatch_decode(self, params: Params, key: jax.Array, stream: int) -> bool:
+    """Dispatches a decode chunk of a stream. Returns False if none of its sequences is decoding."""
     needs = [sequence.context_length - 1 + self._config.chunk_steps for sequence in self._decoding_in(stream)]
     if not needs:
       return False
@@ -241,14 +249,14 @@ class Scheduler:
     self._running[stream] = _Running(chunk, self._version, began)
     return True
 
-  def absorb(self, stream: int) -> None:
-    """Waits for a stream's chunk, if any, and appends its tokens; finished actions go to their environments."""
+  def collect_tokens(self, stream: int) -> None:
+    """Waits for a stream's chunk, if any, and appends its tokens. Complete actions are passed to the environments."""
     running = self._running.pop(stream, None)
     if running is None:
       return
     chunk = self._sampler.fetch(running.chunk)
-    self._absorbed_at = time.monotonic()
-    self._chunk_s = self._absorbed_at - running.began
+    self._collected_at = time.monotonic()
+    self._chunk_s = self._collected_at - running.began
     for sequence in self._decoding_in(stream):
       episode, slot = sequence.episode, sequence.slot
       assert episode is not None and slot is not None
@@ -264,11 +272,11 @@ class Scheduler:
       if int(tokens[-1]) in self._stop_ids:
         self._call(sequence, functools.partial(sequence.holder.step, action))
       else:
-        episode.cut_action = action
+        episode.unfinished_action = action
         self._end(sequence, "truncated")
 
   def take_finished(self) -> tuple[list[Trajectory], list[tuple[EpisodeRequest, EpisodeFailure]]]:
-    """Builds the trajectories of ended episodes; returns them and what failed since the last call."""
+    """Returns the trajectories of episodes that ended, and the failures, since the last call."""
     ended, self._ended = self._ended, []
     trajectories = []
     for episode, how in ended:
@@ -285,7 +293,7 @@ class Scheduler:
     return [x for x in self._sequences if x.state is Status.DECODE and self._cache.stream(x) == stream]
 
   def _windows(self, needs: list[int]) -> tuple[int, ...]:
-    """Window lengths of a stream's groups: what its decoding sequences need."""
+    """Returns the window length of each group of a stream, from the lengths that its decoding sequences need."""
     needs = sorted(needs, reverse=True)
     size = self._config.num_slots // self._sampler.num_streams // self._sampler.num_groups
     starts = range(0, size * self._sampler.num_groups, size)
@@ -293,7 +301,7 @@ class Scheduler:
     return lengths if len(set(lengths)) > 1 else lengths[:1]
 
   def _prefill_all(self, params: Params, waiting: list[LiveSequence]) -> None:
-    """Dispatches a piece of the context of each of these sequences, which belong to one stream."""
+    """Dispatches the prefill of a piece of each of these contexts, all in one stream."""
     config = self._config
     widest = config.prefill_tokens[-1]
     calls = plan_calls(
@@ -310,7 +318,7 @@ class Scheduler:
       self.counts["prefill_tokens"] += sum(len(row.tokens) for row in rows)
 
   def _prefill_piece(self, sequence: LiveSequence, piece: Piece) -> PrefillRow:
-    """The next tokens of a sequence to prefill. It decodes once none is left."""
+    """Takes the next tokens of a sequence to prefill. After the last piece it starts decoding."""
     episode = sequence.episode
     assert episode is not None and sequence.slot is not None
     sequence.cache_version = self._version
@@ -324,11 +332,11 @@ class Scheduler:
     state = RowState(int(sequence.pending[0]), episode.budget(self._config), complete, episode.request.episode_id)
     return PrefillRow(sequence.slot, start, tokens, state if piece.last else None)
 
-  def _take_response(self, sequence: LiveSequence, action_text: str, answer: EnvResponse) -> None:
-    """Ends or continues an episode after its environment responded to an action."""
+  def _add_response(self, sequence: LiveSequence, action_text: str, response: EnvResponse) -> None:
+    """Adds an environment's response to an episode, and ends or continues it."""
     episode = sequence.episode
     assert episode is not None
-    ended = episode.take_response(action_text, answer, self._config)
+    ended = episode.add_response(action_text, response, self._config)
     if ended is None:
       self._start_prefill(sequence)
     else:
@@ -340,7 +348,7 @@ class Scheduler:
     self._free(sequence)
 
   def _fail(self, sequence: LiveSequence, error: BaseException) -> None:
-    """The sequence's episode fails alone; the sequence gets a fresh environment, since this one's state is unknown."""
+    """Fails the sequence's episode and gives it a fresh environment, since the state of the old one is unknown."""
     assert sequence.request is not None
     failure = error if isinstance(error, EpisodeFailure) else EpisodeFailure("engine_error", describe(error))
     self._failures.append((sequence.request, failure))
@@ -378,11 +386,11 @@ class Scheduler:
     hanging = [t for t in self._tasks if t.started_at is not None and now - t.started_at > limit]
     for task in hanging:
       if not self._workers.abandon(task):
-        continue  # done meanwhile: its answer is taken
+        continue  # it has just ended: its response counts
       sequence = self._tasks.pop(task)
       if sequence is not None:
         assert sequence.request is not None
         sequence.holder = self._new_holder()
-        what = f"task {sequence.request.task_index}: the environment did not answer within env_timeout_s = {limit}"
+        what = f"task {sequence.request.task_index}: the environment did not respond within env_timeout_s = {limit}"
         self._failures.append((sequence.request, EpisodeFailure("timeout", what)))
         self._free(sequence)

@@ -1,8 +1,8 @@
-"""Rollout engines as Ray actors, on one machine or many, behind the `run` of the embedded engine.
+"""Rollout engines in Ray workers, on one or many machines, with the `run` of the embedded engine.
 
-The learner's process hands out requests, puts each version of the weights into Ray's object store once, and takes
-trajectories; every engine is an `EngineActor` in a process of its own. Engines may be at different versions: each
-action token says which one sampled it, and the queue's rules do the rest.
+Every engine is an `EngineWorker` in its own process. The learner's process sends it requests, puts each version of the
+weights into Ray's object store once, and receives trajectories. Engines may have different versions: each action token
+carries the version that sampled it, and the queue bounds staleness.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import numpy as np
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.rollout.ray.config import ClusterConfig
 from sao_jax.rollout.ray.connection import RayConnection
-from sao_jax.rollout.ray.ray_worker import EngineActor, EngineFactory, Report
+from sao_jax.rollout.ray.ray_worker import EngineFactory, EngineWorker, Report
 from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.types import Trajectory
 
 _POLL_S = 0.02
 _REPORT_S = 1.0
-"""How long an engine waits for something to report; at most."""
+"""Longest time that an engine waits for a result to report, in seconds."""
 _CLOSE_S = 6.0
-"""How long engines have to end by themselves before they are killed."""
+"""Seconds for engines to stop by themselves before they are killed."""
 _LONGEST_TICK_S = 1.0
 _SUSPECT_DEATHS = 2
 
@@ -39,43 +39,51 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False)
-class _Remote:
-  """An engine as the learner's process sees it."""
+class _EngineHandle:
+  """State of one engine, in the learner's process."""
 
   index: int
-  actor: Any
+  worker: Any
+  """Ray's handle of the `EngineWorker`."""
   silent_s: float = 0.0
-  """Since its last answer, or its start."""
+  """Seconds since its last response, or its start."""
   restarts: int = 0
-  """In a row: since an episode last ended in it."""
-  place: str = ""
-  """Where it runs; empty until it is up."""
+  """Number of restarts since an episode last ended in it."""
+  location: str = ""
+  """Process and host; empty until the engine has started."""
   version: int = -1
-  """Of the weights that it was last sent."""
+  """Version of the weights last sent."""
   fetching: bool = False
+  """Whether it is fetching weights."""
   warned: bool = False
+  """Whether its slow start was logged."""
   running: dict[int, EpisodeRequest] = dataclasses.field(default_factory=dict)
   counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class EngineCluster:
-  """Engines in Ray actors; `run` does what `Engine.run` does.
+  """Rollout engines in Ray workers, with the `run` of `Engine`.
 
-  An engine whose process or machine dies, or that does not answer, is replaced. Its unfinished episodes are run again
-  under their old numbers (by whichever engine has room), so that the queue sees each of them end exactly once; what
-  they sample is derived from (seed, episode, position) as in the embedded engine, so no two episodes share noise
-  wherever they run, given that `make_engine` gives every engine the same seed. An episode that was on
-  `config.max_restarts` dying engines fails, as `engine_died`; after the second it is run apart from other suspects, so
-  that an episode that kills its engines fails alone. An exception that an engine raises ends `run`, with the traceback
-  of its process.
+  An engine whose process or machine dies, or that does not respond, is replaced. Its unfinished episodes run again
+  under their old numbers, on any engine with free slots. So for the queue each of them ends exactly once. Samples are
+  derived from (seed, episode, position) as in the embedded engine. So no two episodes share noise, wherever they run,
+  if `make_engine` gives every engine the same seed.
 
-  A call of `run` starts the engines and ends them. Use as a context manager, or call `close`. When made it connects to
-  Ray, or starts it, if the process has not done so.
+  An episode fails, with kind "engine_died", after `config.max_restarts` engines died with it. After the second one it
+  runs apart from other suspects, so that an episode that kills its engine fails alone. An exception that an engine
+  raises ends `run`, with the traceback of its process.
+
+  `run` starts the engines and stops them at its end. Use as a context manager, or call `close`. The constructor
+  connects to Ray, or starts it, unless the process is already connected.
 
   Args:
-    make_engine: makes an engine in the actor's process.
-    config: how many, where and with what.
-    slots_per_engine: episodes that an engine is given at once.
+    make_engine: makes an engine in the worker's process.
+    config: number of engines, resources and time limits.
+    slots_per_engine: maximum number of episodes that an engine runs at once.
+
+  Raises:
+    ValueError: `config.num_engines` is 0.
+    ConnectionError: Ray cannot be reached or started in time.
   """
 
   def __init__(self, make_engine: EngineFactory, config: ClusterConfig, *, slots_per_engine: int):
@@ -86,19 +94,21 @@ class EngineCluster:
     self._slots = slots_per_engine
     self._driving = threading.Lock()
     self._closed = threading.Event()
-    self._engines: list[_Remote] = []
-    self._calls: dict[Any, tuple[_Remote, str]] = {}
-    """Calls without an answer yet, by Ray's reference to the answer: which engine, which method."""
+    self._engines: list[_EngineHandle] = []
+    self._calls: dict[Any, tuple[_EngineHandle, str]] = {}
+    """Running remote calls: Ray's reference to the result -> (engine, name of the method)."""
     self._lost: collections.deque[EpisodeRequest] = collections.deque()
+    """Unfinished episodes of dead engines."""
     self._deaths = collections.Counter[int]()
-    """By episode: engines that died with it."""
+    """Episode id -> number of engines that died with it."""
     self._weights: tuple[Any, int] = (None, -1)
+    """Ray's reference to the newest weights, and their version."""
     self._past_counters: list[Mapping[str, Any]] = []
-    """Of engines that are no more."""
+    """Counters of engines that were stopped or replaced."""
     self._counting = threading.Lock()
     self._connection = RayConnection(config)
     self._ray = self._connection.ray
-    self._actor_class = self._ray.remote(EngineActor)
+    self._worker_class = self._ray.remote(EngineWorker)
 
   def run(
     self,
@@ -109,13 +119,13 @@ class EngineCluster:
     *,
     on_failure: Callable[[EpisodeRequest], None] | None = None,
   ) -> None:
-    """As `Engine.run`: starts the engines, generates until `stop` is set, and ends them.
+    """Starts the engines, generates until `stop` is set, and stops them. Arguments as for `Engine.run`.
 
     Raises:
-      RuntimeError: an engine died more than `max_restarts` times in a row.
-      TimeoutError: an engine was not up within `start_timeout_s`: no room in the cluster, perhaps.
-      ConnectionError: the cluster's head was out of reach for `head_timeout_s`.
-      Exception: what an engine raised.
+      RuntimeError: an engine died more than `max_restarts` times in a row, or another call is still running.
+      TimeoutError: an engine did not start within `start_timeout_s`; the cluster may lack free resources.
+      ConnectionError: the cluster's head was unreachable for `head_timeout_s`.
+      Exception: any exception that an engine raised.
     """
     if not self._driving.acquire(blocking=False):
       raise RuntimeError("EngineCluster.run() called while another call is still running.")
@@ -127,33 +137,33 @@ class EngineCluster:
       last = time.monotonic()
       while not stop.is_set() and not self._closed.is_set():
         self._send_weights(weights)
-        self._hand_out(next_request)
-        for report in self._answers(fail):
+        self._send_requests(next_request)
+        for report in self._collect_reports(fail):
           for request in report.failed:
             fail(request)
           for trajectory in report.trajectories:
             emit(trajectory)
         now = time.monotonic()
-        # Time that `emit` waited, or that this process was suspended, is not held against the engines.
+        # Time in `emit`, or while this process was suspended, does not count as silence of the engines.
         seconds = min(now - last, _LONGEST_TICK_S)
         self._connection.check(seconds)
         self._check_silence(seconds, fail)
         last = now
     finally:
       try:
-        errors = self._end_engines()
+        errors = self._stop_engines()
       finally:
         if self._connection.lost:
-          self._connection.close()  # at once: Ray would end this process before it has saved anything
+          self._connection.close()  # otherwise Ray would end this process before it has written a checkpoint
         self._driving.release()
     if errors:
       raise errors[0]
 
   @property
   def counters(self) -> dict[str, Any]:
-    """Those of `Engine.counters`, added up over all engines, replaced ones included, and `engine_restarts`.
+    """Sums of `Engine.counters` over all engines, including replaced ones, and `engine_restarts`.
 
-    `busy_seconds` is the mean over the engines, so that its growth per second is a share of the time here too.
+    `busy_seconds` is the mean over the engines, so that its growth per second is a fraction in [0, 1], as for `Engine`.
     """
     with self._counting:
       each = [*self._past_counters, *[engine.counters for engine in self._engines]]
@@ -167,11 +177,11 @@ class EngineCluster:
     return {**total, "failed_by_kind": dict(by_kind), "busy_seconds": busy_seconds / self._config.num_engines}
 
   def close(self) -> None:
-    """Ends a `run` that is still under way, and Ray if this object has started it."""
+    """Stops a `run` that is still active, and disconnects from Ray if this object has connected."""
     self._closed.set()
     if not self._driving.acquire(timeout=2 * _CLOSE_S):
-      # Any call of Ray's after its shutdown would start it anew. It ends with this process.
-      _log.warning("the thread that runs the rollout engines does not end; Ray is left running.")
+      # A call to Ray after its shutdown would start it again. It ends with this process.
+      _log.warning("the thread that runs the rollout engines does not stop; Ray is left running.")
       return
     self._connection.close()
     self._driving.release()
@@ -182,45 +192,45 @@ class EngineCluster:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _start_engine(self, index: int, *, restarts: int = 0) -> _Remote:
-    """Asks Ray for a process for engine number `index`; others go on meanwhile."""
+  def _start_engine(self, index: int, *, restarts: int = 0) -> _EngineHandle:
+    """Starts a worker process for engine number `index`, without waiting."""
     config = self._config
     env_vars = {"NPROC": str(max(1, math.ceil(config.num_cpus)))}  # XLA's number of threads
     if "JAX_PLATFORMS" in os.environ:
       env_vars["JAX_PLATFORMS"] = os.environ["JAX_PLATFORMS"]
-    actor = self._actor_class.options(
+    worker = self._worker_class.options(
       num_cpus=config.num_cpus,
       num_gpus=config.num_gpus,
       resources=dict(config.resources),
-      max_concurrency=4,  # collect waits; publish, submit and close must not wait for it
+      max_concurrency=4,  # so that update_weights, submit and close do not wait for collect
       max_restarts=0,
       max_task_retries=0,
       scheduling_strategy="SPREAD",
       runtime_env={"env_vars": env_vars | dict(config.env_vars)},
     ).remote(self._make_engine)
-    engine = _Remote(index, actor, restarts=restarts)
+    engine = _EngineHandle(index, worker, restarts=restarts)
     self._call(engine, "open")
     return engine
 
-  def _call(self, engine: _Remote, method: str, *arguments: Any) -> None:
-    self._calls[getattr(engine.actor, method).remote(*arguments)] = engine, method
+  def _call(self, engine: _EngineHandle, method: str, *arguments: Any) -> None:
+    self._calls[getattr(engine.worker, method).remote(*arguments)] = engine, method
 
   def _send_weights(self, store: WeightStore) -> None:
-    """Puts new weights into the object store, and tells the engines that do not fetch older ones just now."""
+    """Puts new weights into the object store, and sends their reference to engines that are not fetching weights."""
     params, version = store.latest()
     if version != self._weights[1]:
-      # The reference before is forgotten: Ray frees that version once no engine is fetching it.
+      # Drops the reference to the previous version, which Ray frees when no engine is fetching it.
       self._weights = self._ray.put(jax.device_get(params)), version
     ref, version = self._weights
     for engine in self._engines:
-      if engine.place and not engine.fetching and engine.version != version:
+      if engine.location and not engine.fetching and engine.version != version:
         engine.fetching, engine.version = True, version
-        self._call(engine, "publish", [ref], version)
+        self._call(engine, "update_weights", [ref], version)
 
-  def _hand_out(self, next_request: Callable[[], EpisodeRequest | None]) -> None:
-    """Fills the engines, the emptiest first; lost episodes go before new ones."""
-    given = collections.defaultdict[int, list[EpisodeRequest]](list)
-    while free := [engine for engine in self._engines if engine.place and len(engine.running) < self._slots]:
+  def _send_requests(self, next_request: Callable[[], EpisodeRequest | None]) -> None:
+    """Fills the engines, the emptiest first; lost episodes come before new ones."""
+    sent = collections.defaultdict[int, list[EpisodeRequest]](list)
+    while free := [engine for engine in self._engines if engine.location and len(engine.running) < self._slots]:
       unsuspected = [engine for engine in free if not any(map(self._is_suspect, engine.running))]
       again = next((x for x in self._lost if unsuspected or not self._is_suspect(x.episode_id)), None)
       request = again or next_request()
@@ -230,44 +240,44 @@ class EngineCluster:
         self._lost.remove(again)
       engine = min(unsuspected if self._is_suspect(request.episode_id) else free, key=lambda x: len(x.running))
       engine.running[request.episode_id] = request
-      given[engine.index].append(request)
-    for index, requests in given.items():
+      sent[engine.index].append(request)
+    for index, requests in sent.items():
       self._call(self._engines[index], "submit", requests)
 
   def _is_suspect(self, episode: int) -> bool:
-    """Whether it was on more engines that died than chance explains."""
+    """Whether more engines died with an episode than chance explains."""
     return self._deaths[episode] >= _SUSPECT_DEATHS
 
-  def _answers(self, fail: Callable[[EpisodeRequest], None]) -> Iterator[Report]:
-    """Waits a moment for calls to be answered; yields what engines report, and replaces those that died."""
+  def _collect_reports(self, fail: Callable[[EpisodeRequest], None]) -> Iterator[Report]:
+    """Waits a moment for remote calls to end. Yields the reports of engines, and replaces engines that died."""
     calls = list(self._calls)
     if not self._ray.wait(calls, num_returns=1, timeout=_POLL_S)[0]:
       return
     for ref in self._ray.wait(calls, num_returns=len(calls), timeout=0)[0]:
       engine, method = self._calls.pop(ref, (None, ""))
       if engine is None:
-        continue  # of an engine that was found dead a moment ago
+        continue  # a call to an engine that was just replaced
       try:
-        answer = self._ray.get(ref)
+        result = self._ray.get(ref)
       except self._ray.exceptions.RayTaskError:
-        raise  # the engine's own exception, its traceback included
+        raise  # an exception in the engine, with its traceback
       except self._ray.exceptions.RayError as error:
         if getattr(error, "actor_init_failed", False):
-          raise  # the process could not so much as unpickle make_engine: no other will
+          raise  # the process could not unpickle make_engine; a replacement could not either
         self._replace(engine, error, fail)
         continue
       engine.silent_s = 0.0
       if method == "open":
-        engine.place = answer
-      elif method == "publish":
+        engine.location = result
+      elif method == "update_weights":
         engine.fetching = False
       elif method == "collect":
-        yield self._received(engine, answer)
+        yield self._record_report(engine, result)
       if method in ("open", "collect"):
         self._call(engine, "collect", _REPORT_S)
 
-  def _received(self, engine: _Remote, report: Report) -> Report:
-    """Books a report; each episode in it was running in that engine."""
+  def _record_report(self, engine: _EngineHandle, report: Report) -> Report:
+    """Records the episodes that ended in an engine and its counters. Returns the report with owned arrays."""
     trajectories = [_owned(trajectory) for trajectory in report.trajectories]
     for episode in [x.episode_id for x in trajectories] + [x.episode_id for x in report.failed]:
       del engine.running[episode]
@@ -276,63 +286,64 @@ class EngineCluster:
     engine.counters = report.counters
     return dataclasses.replace(report, trajectories=trajectories)
 
-  def _replace(self, engine: _Remote, error: BaseException, fail: Callable[[EpisodeRequest], None]) -> None:
-    """Starts another engine in the place of a dead one, and keeps its episodes to be run again."""
-    where = f"rollout engine {engine.index} ({engine.place or 'not up yet'})"
-    self._retire(engine)
+  def _replace(self, engine: _EngineHandle, error: BaseException, fail: Callable[[EpisodeRequest], None]) -> None:
+    """Replaces a dead engine. Its unfinished episodes run again, or fail if too many engines died with them."""
+    where = f"rollout engine {engine.index} ({engine.location or 'not started yet'})"
+    self._kill(engine)
     limit = self._config.max_restarts
     self._deaths.update(list(engine.running))
     again = [request for request in engine.running.values() if self._deaths[request.episode_id] < limit]
-    given_up = [request for request in engine.running.values() if self._deaths[request.episode_id] >= limit]
+    failed = [request for request in engine.running.values() if self._deaths[request.episode_id] >= limit]
     if engine.restarts >= limit:
       raise RuntimeError(
-        f"{where} died {engine.restarts + 1} times in a row without finishing an episode; ClusterConfig.max_restarts "
-        f"= {limit}. The last time: {error}"
+        f"{where} died {engine.restarts + 1} times in a row without finishing an episode, more than "
+        f"ClusterConfig.max_restarts = {limit}; the last time: {error}"
       ) from error
-    _log.warning("%s died; its %d episodes are run again: %s", where, len(again), error)
-    counts = {"engine_restarts": 1, "failed_episodes": len(given_up)}
+    _log.warning("%s died; %d of its episodes run again: %s", where, len(again), error)
+    counts = {"engine_restarts": 1, "failed_episodes": len(failed)}
     with self._counting:
-      self._past_counters.append({**counts, "failed_by_kind": {"engine_died": len(given_up)} if given_up else {}})
+      self._past_counters.append({**counts, "failed_by_kind": {"engine_died": len(failed)} if failed else {}})
     self._lost.extend(again)
-    for request in given_up:
+    for request in failed:
       died = self._deaths.pop(request.episode_id)
       _log.warning("episode %d failed (engine_died): %d engines died with it.", request.episode_id, died)
       fail(request)
     self._engines[engine.index] = self._start_engine(engine.index, restarts=engine.restarts + 1)
 
-  def _retire(self, engine: _Remote) -> None:
-    """Makes sure that nothing comes from an engine any more, and keeps its counters."""
-    self._ray.kill(engine.actor)
+  def _kill(self, engine: _EngineHandle) -> None:
+    """Kills an engine's process, drops its running calls, and keeps its counters."""
+    self._ray.kill(engine.worker)
     self._calls = {ref: call for ref, call in self._calls.items() if call[0] is not engine}
-    engine.place = ""
+    engine.location = ""
     with self._counting:
       self._past_counters.append(engine.counters)
       engine.counters = {}
 
   def _check_silence(self, seconds: float, fail: Callable[[EpisodeRequest], None]) -> None:
-    """Replaces engines that hang; one that never came up ends the run, unless it is a replacement that others cover."""
+    """Replaces engines that hang. Raises if an engine does not start, unless it is a replacement and others run."""
     config = self._config
     for engine in list(self._engines):
       engine.silent_s += seconds
-      limit = config.silence_timeout_s if engine.place else config.start_timeout_s
+      limit = config.silence_timeout_s if engine.location else config.start_timeout_s
       if engine.silent_s <= limit:
         continue
-      if engine.place:
-        self._replace(engine, TimeoutError(f"no answer within ClusterConfig.silence_timeout_s = {limit}."), fail)
-      elif not engine.restarts or not any(other.place for other in self._engines):
+      if engine.location:
+        self._replace(engine, TimeoutError(f"no response within ClusterConfig.silence_timeout_s = {limit}."), fail)
+      elif not engine.restarts or not any(other.location for other in self._engines):
         raise TimeoutError(
-          f"rollout engine {engine.index} of {config.num_engines} was not up within ClusterConfig.start_timeout_s = "
-          f"{limit}; each wants num_cpus = {config.num_cpus}, num_gpus = {config.num_gpus}, resources = "
-          f"{dict(config.resources)}; the cluster has {self._ray.cluster_resources()}, of which are free "
+          f"rollout engine {engine.index} of {config.num_engines} did not start within ClusterConfig.start_timeout_s = "
+          f"{limit}. Each engine needs num_cpus = {config.num_cpus}, num_gpus = {config.num_gpus}, resources = "
+          f"{dict(config.resources)}; the cluster has {self._ray.cluster_resources()}, and free are "
           f"{self._ray.available_resources()}."
         )
       elif not engine.warned:
         engine.warned = True
-        _log.warning("the replacement of rollout engine %d is not up after %g s; waiting on.", engine.index, limit)
+        message = "the replacement of rollout engine %d has not started after %g s; still waiting."
+        _log.warning(message, engine.index, limit)
 
-  def _end_engines(self) -> list[BaseException]:
-    """Closes all engines and ends their processes; returns what they raised."""
-    closing = {engine.actor.close.remote(): engine for engine in self._engines if engine.place}
+  def _stop_engines(self) -> list[BaseException]:
+    """Stops all engines and ends their processes. Returns the exceptions that they raised."""
+    closing = {engine.worker.close.remote(): engine for engine in self._engines if engine.location}
     if closing:
       self._ray.wait(list(closing), num_returns=len(closing), timeout=_CLOSE_S)
     errors: list[BaseException] = []
@@ -342,9 +353,9 @@ class EngineCluster:
       except self._ray.exceptions.RayTaskError as error:
         errors.append(error)
       except self._ray.exceptions.RayError as error:
-        _log.warning("rollout engine %d (%s) did not close: %s", engine.index, engine.place, error)
+        _log.warning("rollout engine %d (%s) did not close: %s", engine.index, engine.location, error)
     for engine in self._engines:
-      self._retire(engine)
+      self._kill(engine)
     self._engines.clear()
     self._lost.clear()
     self._deaths.clear()
@@ -353,7 +364,7 @@ class EngineCluster:
 
 
 def _owned(trajectory: Trajectory) -> Trajectory:
-  """A copy outside the object store, whose memory the arrays of an answer would keep; checked anew on the way."""
+  """Copies the arrays of a trajectory out of Ray's object store, whose memory they would keep. Validates them again."""
   return dataclasses.replace(
     trajectory,
     tokens=np.array(trajectory.tokens),

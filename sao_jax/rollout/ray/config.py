@@ -1,4 +1,4 @@
-"""Settings of rollout engines that run as Ray actors."""
+"""Settings of rollout engines in Ray workers."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-  """Where rollout engines run; checked when made."""
+  """Validated settings of `EngineCluster`; `ValueError` if a field is out of range."""
 
   num_engines: int = 0
-  """Engines in Ray actors; 0: the one embedded engine, in the learner's process."""
+  """Number of engines in Ray workers; 0: one embedded engine, in the learner's process."""
   address: str | None = None
-  """Of the Ray cluster; None: that of RAY_ADDRESS, or one that runs here, or a new one here; 'local': a new one."""
+  """Address of the Ray cluster; 'local': start a new one. None: that of RAY_ADDRESS, or one that runs on this machine,
+  or a new one."""
   num_cpus: float = 1.0
-  """Cores of one engine: where Ray finds room for it, and (rounded up) the threads of its CPU programs."""
+  """Cores per engine. Ray reserves them; rounded up, it is also the number of threads of the engine's CPU programs."""
   num_gpus: float = 0.0
-  """GPUs of one engine; it sees no others."""
+  """GPUs per engine; other GPUs are hidden from it."""
   resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  """What else one engine takes of its machine, by Ray's names: {'TPU': 4}."""
+  """Other Ray resources per engine, such as {'TPU': 4}."""
   env_vars: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """Environment of the engines' processes. JAX_PLATFORMS is the learner's unless named here."""
+  """Environment variables of the engines' processes. JAX_PLATFORMS is the learner's unless it is set here."""
   max_restarts: int = 3
-  """Times in a row that an engine may be replaced; an episode that was on so many engines that died fails."""
+  """Number of times in a row that an engine may be replaced. An episode fails after this many engines died with it."""
   connect_timeout_s: float = 180.0
-  """How long it may take to join the Ray cluster, or to start one."""
+  """Seconds to join the Ray cluster, or to start one."""
   head_timeout_s: float = 20.0
-  """The run ends, with an error, once the cluster's head is out of reach for so long; after 60 s Ray ends processes."""
+  """The run ends with an error after the cluster's head was unreachable for this long (seconds). After 60 s Ray itself
+  ends the process."""
   start_timeout_s: float = 600.0
-  """How long an engine may take to be up; waiting for room in the cluster counts."""
+  """Seconds for an engine to start, including the wait for free resources in the cluster."""
   silence_timeout_s: float = 120.0
-  """An engine that does not answer for so long counts as dead."""
+  """Seconds without a response after which an engine counts as dead."""
 
   def __post_init__(self) -> None:
     for name in ("num_engines", "max_restarts"):

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: made within a time limit, and given up before Ray ends the process for its loss."""
+"""Connection to a Ray cluster: made within a time limit, and closed before Ray ends the process because it is lost."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _FIRST_WAIT_S = 2.0
-_LOOK_EVERY_S = 2.0
-_LOOK_S = 1.0
+_CHECK_EVERY_S = 2.0
+_CHECK_TIMEOUT_S = 1.0
 
 
 class RayConnection:
-  """Joins a Ray cluster, or starts one here, unless the process has done so; `close` ends what this object began.
+  """Connection of this process to a Ray cluster. It joins or starts one, unless the process is already connected.
 
-  Joining hangs for ever if something accepts connections at the address and is no Ray; starting fails now and then on a
-  machine that is busy. So joining is waited for in a thread, and both are tried `_ATTEMPTS` times within
-  `connect_timeout_s`.
+  Joining hangs for ever if a server that is not Ray accepts connections at the address. Starting sometimes fails on a
+  busy machine. So joining runs on a thread, and both are tried `_ATTEMPTS` times within `connect_timeout_s`.
 
-  A process of Ray's that does not reach the head (its GCS) for a minute is ended by Ray on the spot, the learner's too.
-  `check` raises after `head_timeout_s`, so that there is time to save.
+  Ray ends every process that cannot reach the cluster's head (its GCS) for a minute, the learner's too. `check` raises
+  after `head_timeout_s`, so that there is time to write a checkpoint.
 
   Args:
-    config: the cluster.
+    config: settings of the cluster.
 
   Raises:
     ConnectionError: no attempt succeeded in time.
@@ -45,30 +44,30 @@ class RayConnection:
     self._config = config
     self._owned = not self.ray.is_initialized()
     if self._owned:
-      # Ray gives its processes a niceness of 15; beside a learner on the same cores the engines would get next to none.
+      # By default Ray's processes have a niceness of 15. Next to a learner on the same cores they would hardly run.
       os.environ.setdefault("RAY_worker_niceness", "0")
       _connect(self.ray, config)
     self._head = _address(self.ray.get_runtime_context().gcs_address)
-    self._looked = time.monotonic()
+    self._checked_at = time.monotonic()
     self._lost_s = 0.0
     self.lost = False
     """Whether `check` has raised."""
 
   def check(self, seconds: float) -> None:
-    """Looks at the head, now and then.
+    """Checks, at most every two seconds, that the head is reachable.
 
     Args:
-      seconds: since the last call; without those in which this process was suspended.
+      seconds: time since the last call, without time in which this process was suspended.
 
     Raises:
-      ConnectionError: it has been out of reach for `head_timeout_s`. Only `close` is of use now, and is urgent.
+      ConnectionError: the head was unreachable for `head_timeout_s`. Call `close` at once, and nothing else.
     """
     self._lost_s += seconds if self._lost_s else 0.0
-    if time.monotonic() - self._looked < _LOOK_EVERY_S:
+    if time.monotonic() - self._checked_at < _CHECK_EVERY_S:
       return
-    self._looked = time.monotonic()
+    self._checked_at = time.monotonic()
     try:
-      socket.create_connection(self._head, timeout=_LOOK_S).close()
+      socket.create_connection(self._head, timeout=_CHECK_TIMEOUT_S).close()
       self._lost_s = 0.0
     except OSError as error:
       self._lost_s = max(self._lost_s, 1e-9)
@@ -76,18 +75,18 @@ class RayConnection:
         self.lost = True
         host, port = self._head
         raise ConnectionError(
-          f"the head of the Ray cluster, {host}:{port}, was out of reach for ClusterConfig.head_timeout_s = "
+          f"the head of the Ray cluster, {host}:{port}, was unreachable for ClusterConfig.head_timeout_s = "
           f"{self._config.head_timeout_s}: {error}"
         ) from error
 
   def close(self) -> None:
-    """Ends Ray in this process if this object has started it, or if its head is lost."""
+    """Disconnects from Ray if this object has connected, or if the head is lost."""
     if (self._owned or self.lost) and self.ray.is_initialized():
       self.ray.shutdown()
 
 
 def import_ray() -> Any:
-  """Ray, or an error that says how to get it."""
+  """Imports Ray; `MissingExtraError` says how to install it if it is missing."""
   with require_extra("cluster"):
     import ray
   return ray
@@ -100,21 +99,21 @@ def _connect(ray: Any, config: ClusterConfig) -> None:
       _join_or_start(ray, config.address, deadline)
       return
     except (ValueError, TypeError):
-      raise  # a wrong address will not become right
+      raise  # a wrong address: no retry helps
     except Exception as error:
       ray.shutdown()
       wait = _FIRST_WAIT_S * 2.0 ** (attempt - 1)
       if attempt == _ATTEMPTS or time.monotonic() + wait >= deadline:
         raise ConnectionError(
-          f"Ray was not there after {attempt} attempts within ClusterConfig.connect_timeout_s = "
+          f"cannot connect to Ray after {attempt} attempts within ClusterConfig.connect_timeout_s = "
           f"{config.connect_timeout_s}, ClusterConfig.address = {config.address!r}: {error}"
         ) from error
-      _log.warning("Ray is not there (%s: %s); trying again", type(error).__name__, error)
+      _log.warning("cannot connect to Ray (%s: %s); retrying", type(error).__name__, error)
       time.sleep(wait)
 
 
 def _join_or_start(ray: Any, address: str | None, deadline: float) -> None:
-  """As `ray.init(address)`."""
+  """Calls `ray.init(address)`; joins within the time limit, or starts a cluster."""
 
   def init(where: str) -> None:
     ray.init(address=where, include_dashboard=False, logging_level=logging.WARNING)
@@ -126,12 +125,12 @@ def _join_or_start(ray: Any, address: str | None, deadline: float) -> None:
     except ConnectionError:
       if address is not None:
         raise
-  with _keep_sigterm():  # starts processes, which it does on the main thread only
+  with _keep_sigterm():  # Ray starts processes on the main thread only
     init("local")
 
 
 def _within(call: Callable[[], None], deadline: float) -> None:
-  """Calls on a thread, which is left behind if it does not return in time."""
+  """Calls `call` on a thread. If it does not return in time, the thread is left behind and `TimeoutError` raised."""
   errors: list[BaseException] = []
 
   def run() -> None:
@@ -147,13 +146,13 @@ def _within(call: Callable[[], None], deadline: float) -> None:
   thread.join(max(0.0, deadline - time.monotonic()))
   quiet.removeFilter(_is_not_about_sigterm)
   if thread.is_alive():
-    raise TimeoutError("what is at the address does not answer as Ray does, or takes too long")
+    raise TimeoutError("the server at this address is not Ray, or too slow")
   if errors:
     raise errors[0]
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
-  """Ray warns that it did not take over SIGTERM, which is as it should be."""
+  """Filters out Ray's warning that it did not replace the handler of SIGTERM, which is intended."""
   return "SIGTERM" not in record.getMessage()
 
 
@@ -164,7 +163,7 @@ def _address(text: str) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _keep_sigterm() -> Iterator[None]:
-  """Undoes that `ray.init` replaces the process's handler of SIGTERM."""
+  """Restores the process's handler of SIGTERM, which `ray.init` replaces."""
   before = signal.getsignal(signal.SIGTERM)
   try:
     yield

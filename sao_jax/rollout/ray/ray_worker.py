@@ -1,4 +1,4 @@
-"""What runs in the process of a remote engine: the engine on a thread, its requests, and what has come out of it."""
+"""Ray worker with a rollout engine: the engine on a thread, its requests, and its results."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.types import Trajectory
 
 EngineFactory: TypeAlias = Callable[[], contextlib.AbstractContextManager[Engine]]
-"""Makes an engine in the process where it is called; leaving the context frees all it made. Must be picklable."""
+"""Makes an engine in the process in which it is called; leaving the context frees everything. Must be picklable."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-  """What an engine has done since its last report."""
+  """Results of an engine since its last report."""
 
   trajectories: Sequence[Trajectory]
+  """Finished episodes."""
   failed: Sequence[EpisodeRequest]
+  """Failed episodes."""
   counters: Mapping[str, Any]
-  """Of `Engine.counters`: totals."""
+  """Totals, see `Engine.counters`."""
 
 
-class EngineActor:
-  """An engine behind methods that may be called from another process, on several threads at once.
+class EngineWorker:
+  """Rollout engine with methods for remote calls, on several threads at once.
 
-  What goes wrong in the engine is raised by the next `collect` or `close`.
+  An exception in the engine is raised by the next `collect` or `close`.
 
   Args:
     make_engine: makes the engine, in `open`.
@@ -51,20 +53,21 @@ class EngineActor:
     self._thread: EngineThread | None = None
 
   def open(self) -> str:
-    """Makes the engine; returns where it is, for messages."""
+    """Makes the engine. Returns its process and host as text, for messages."""
     self._engine = self._resources.enter_context(self._make_engine())
     return f"process {os.getpid()} on {socket.gethostname()}"
 
-  def publish(self, refs: Sequence[Any], version: int) -> None:
-    """Fetches weights and hands them to the engine, which begins with the first ones.
+  def update_weights(self, refs: Sequence[Any], version: int) -> None:
+    """Fetches weights and publishes them to the engine, which starts with the first version.
 
     Args:
-      refs: one reference into Ray's object store. In a list: Ray would else hold up later calls until it is here.
-      version: of the weights, above every one before.
+      refs: one reference into Ray's object store. It is in a list because Ray would otherwise fetch the object before
+        the call, and delay later calls.
+      version: policy version, above all earlier ones.
     """
     import ray
 
-    # The copy that publish takes lives outside the object store, which can then let go of this version.
+    # `publish` copies the weights out of the object store, which can then free this version.
     self._weights.publish(ray.get(refs[0]), version)
     if self._thread is None:
       assert self._engine is not None, "open() comes first"
@@ -74,12 +77,12 @@ class EngineActor:
       self._thread.start()
 
   def submit(self, requests: Sequence[EpisodeRequest]) -> None:
-    """Takes episodes to run."""
+    """Queues episodes."""
     with self._changed:
       self._requests.extend(requests)
 
   def collect(self, wait_s: float) -> Report:
-    """Takes out what has ended; waits up to `wait_s` seconds for the first."""
+    """Returns the results since the last call; waits up to `wait_s` seconds for the first one."""
     assert self._engine is not None, "open() comes first"
     with self._changed:
       self._changed.wait_for(lambda: self._trajectories or self._failed, wait_s)
@@ -90,7 +93,7 @@ class EngineActor:
     return Report(trajectories=trajectories, failed=failed, counters=self._engine.counters)
 
   def close(self) -> None:
-    """Ends the engine and frees what belongs to it."""
+    """Stops the engine and frees its resources."""
     with self._resources:
       if self._thread is not None:
         self._thread.stop()

@@ -1,4 +1,4 @@
-"""One server seen from a client: attempts, waits, and which weights wrote an answer."""
+"""Client of one server: requests, retries, weight updates, and the policy version of each completion."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ _log = logging.getLogger(__name__)
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
 _LONGEST_RETRY_AFTER_S = 60.0
-_MAX_ANSWER_BYTES = 256 * 1024 * 1024
-_MAX_UNWRITTEN = 100
-"""Updates in a row that may abort a request before its first token; then it fails its episode."""
+_MAX_RESPONSE_BYTES = 256 * 1024 * 1024
+_MAX_EMPTY = 100
+"""Number of updates in a row that may abort a request before its first token. After that its episode fails."""
 
 
 class ServerError(RuntimeError):
-  """The server cannot be used: it is dead, or is not what it should be."""
+  """The server cannot be used: no attempt succeeded, or it responds in an unexpected way."""
 
 
-class _TryAgainError(Exception):
-  """An attempt failed in a way that may pass, after `wait_s` seconds if the server has said so."""
+class _RetryLaterError(Exception):
+  """An attempt failed, but a later one may succeed.
+
+  Args:
+    message: the cause.
+    wait_s: seconds to wait at least, if the server said so.
+  """
 
   def __init__(self, message: str, *, wait_s: float = 0.0):
     super().__init__(message)
@@ -48,18 +53,18 @@ class _TryAgainError(Exception):
 
 
 class ServerClient:
-  """Asks a server for answers, and gives it weights; to be used within one event loop.
+  """Client for completions and weight updates of a server. Use it within one event loop.
 
-  Every publication has a label of its own (version and a random part), which the server reports. So an answer is
-  believed only if it comes from weights that this object has published: a server that restarted, that another run used
-  before, or that went back to older ones without being told, is given the newest weights again.
+  Every update has a unique label (the version and a random part), which the server reports. A completion is accepted
+  only if its label is one of this client's. A server that restarted, or was used by another run, or returned to older
+  weights, is sent the newest weights again.
 
-  An answer never mixes weights: an update aborts what runs, and whoever asked goes on from there with a new request.
+  A completion never mixes versions: an update aborts running requests, and the caller continues with a new request.
 
   Args:
     config: the server.
-    protocol: what it speaks.
-    sampling: what is asked for.
+    protocol: its protocol.
+    sampling: sampling settings of every request.
   """
 
   def __init__(self, config: RemoteConfig, protocol: ServerProtocol, sampling: Sampling):
@@ -70,61 +75,74 @@ class ServerClient:
     self._sampling = sampling
     self._session: aiohttp.ClientSession | None = None
     self._versions: dict[str, int] = {}
-    self._published: tuple[pathlib.Path, str] | None = None
+    self._newest: tuple[pathlib.Path, str] | None = None
+    """Folder and label of the newest weights."""
     self._updating = asyncio.Lock()
-    self._open = False
-    """Whether the server has the published weights, as far as is known."""
+    self._up_to_date = False
+    """Whether the server has the newest weights, as far as this client knows."""
     self._pauses = 0
     self._failing = False
     self.counts = collections.Counter[str]()
 
   async def generate(self, prompt: Sequence[int], *, max_tokens: int, seed: int) -> tuple[Generated, int]:
-    """One answer with at least one token, and the version of the weights that wrote it.
+    """Generates a completion of at least one token.
 
-    A request that an update aborts before its first token is sent again when the server has the new weights.
+    A request that an update aborts before its first token is sent again after the update.
+
+    Args:
+      prompt: token ids.
+      max_tokens: maximum tokens of the completion, >= 1.
+      seed: sampling seed.
+
+    Returns:
+      The completion, and the policy version that generated it.
 
     Raises:
-      EpisodeFailure: the server refuses the request, or its answer is refused, or no update lets it begin.
+      EpisodeFailure: the server rejected the request, or returned a bad response, or updates aborted every request.
       ServerError: no attempt succeeded.
     """
-    for _ in range(_MAX_UNWRITTEN):
-      answer = await self._answer(prompt, max_tokens=max_tokens, seed=seed)
-      if answer is not None:
-        return answer
-    message = f"{_MAX_UNWRITTEN} weight updates in a row aborted the request before its first token."
+    for _ in range(_MAX_EMPTY):
+      completion = await self._try_generate(prompt, max_tokens=max_tokens, seed=seed)
+      if completion is not None:
+        return completion
+    message = f"{_MAX_EMPTY} weight updates in a row aborted the request before its first token."
     raise EpisodeFailure("aborted", f"{self._url}: {message}")
 
-  async def _answer(self, prompt: Sequence[int], *, max_tokens: int, seed: int) -> tuple[Generated, int] | None:
-    """As `generate`; None if an update aborted the request before its first token."""
-    call = self._protocol.generate(prompt, max_tokens=max_tokens, seed=seed, sampling=self._sampling)
+  async def _try_generate(self, prompt: Sequence[int], *, max_tokens: int, seed: int) -> tuple[Generated, int] | None:
+    """Returns what `generate` does; None if an update aborted the request before its first token."""
+    call = self._protocol.generate_call(prompt, max_tokens=max_tokens, seed=seed, sampling=self._sampling)
     for attempt in range(self._config.max_attempts):
-      await self._have_weights_there()
-      label, pauses = self._current(), self._pauses
+      await self._ensure_weights()
+      label, pauses = self._newest_label(), self._pauses
       try:
-        answer = await self._post(call)
-        done = self._protocol.read(answer, prompt, max_tokens=max_tokens, sampling=self._sampling)
+        response = await self._post(call)
+        done = self._protocol.parse_response(response, prompt, max_tokens=max_tokens, sampling=self._sampling)
         if not done.tokens.size:
           if self._pauses == pauses:
-            raise _TryAgainError("the server aborted the request.")
+            raise _RetryLaterError("the server aborted the request.")
           return None
-        written = done.label or await self._label_of(done, label, self._pauses - pauses)
-        if written not in self._versions:
-          raise _TryAgainError(f"the answer comes from weights {written!r:.80}, which this run has not published.")
-        if written != label and self._pauses == pauses:
-          raise _TryAgainError(f"the answer comes from weights {written!r:.80}; the server was given {label!r}.")
+        actual = done.label or await self._label_of(done, label, self._pauses - pauses)
+        if actual not in self._versions:
+          raise _RetryLaterError(f"the completion has the label {actual!r:.80}, which this run has not sent.")
+        if actual != label and self._pauses == pauses:
+          raise _RetryLaterError(f"the completion has the label {actual!r:.80}; the newest weights have {label!r}.")
         self._failing = False
-        return done, self._versions[written]
+        return done, self._versions[actual]
       except BadResponseError as error:
         if isinstance(error, EmptyResponseError) and self._pauses != pauses:
-          return None  # the update explains it
+          return None  # aborted by the update
         raise EpisodeFailure("bad_response", f"{self._url}{call[0]}: {error}") from error
-      except _TryAgainError as error:
+      except _RetryLaterError as error:
         failure = error
       await self._after_failure(attempt, failure)
-    raise self._dead(failure)
+    raise self._out_of_attempts(failure)
 
-  async def publish(self, directory: pathlib.Path, version: int) -> None:
-    """Makes the weights in `directory` those of every answer from now on.
+  async def update_weights(self, directory: pathlib.Path, version: int) -> None:
+    """Makes the server use the weights in `directory` for every later completion.
+
+    Args:
+      directory: Hugging Face checkpoint, which the server sees under the same path.
+      version: policy version, for the completions.
 
     Raises:
       ServerError: no attempt succeeded.
@@ -132,7 +150,7 @@ class ServerClient:
     label = f"{version}-{secrets.token_hex(4)}"
     async with self._updating:
       self._versions[label] = version
-      self._published = directory, label
+      self._newest = directory, label
       await self._update(directory, label)
 
   async def close(self) -> None:
@@ -140,120 +158,136 @@ class ServerClient:
     if self._session is not None:
       await self._session.close()
 
-  async def _have_weights_there(self) -> None:
-    """Waits while weights change; an update that was given up (cancelled, or out of attempts) is begun again."""
-    if not self._open:
+  async def _ensure_weights(self) -> None:
+    """Waits for the current update. Repeats the last update if it was cancelled or ran out of attempts."""
+    if not self._up_to_date:
       async with self._updating:
-        if not self._open and self._published is not None:
-          await self._update(*self._published)
+        if not self._up_to_date and self._newest is not None:
+          await self._update(*self._newest)
 
-  def _current(self) -> str:
-    assert self._published is not None  # or requests would not be let through
-    return self._published[1]
+  def _newest_label(self) -> str:
+    assert self._newest is not None, "update_weights() comes first"
+    return self._newest[1]
 
   async def _update(self, directory: pathlib.Path, label: str) -> None:
-    """Pauses, loads, goes on, as often as it takes; requests wait meanwhile. The caller holds `_updating`."""
-    self._open = False
+    """Pauses the server, loads the weights and resumes it, with retries. The caller holds `_updating`."""
+    self._up_to_date = False
     for attempt in range(self._config.max_attempts):
       self._pauses += 1
       try:
-        for call in self._protocol.update(directory, label):
+        for call in self._protocol.update_calls(directory, label):
           await self._post(call)
-        self._open = True
+        self._up_to_date = True
         return
-      except _TryAgainError as error:
+      except _RetryLaterError as error:
         failure = error
       await self._wait(attempt, failure)
-    raise self._dead(failure)
+    raise self._out_of_attempts(failure)
 
-  async def _after_failure(self, attempt: int, failure: _TryAgainError) -> None:
-    """Waits; then gives the server its weights again if it does not have them (it may have restarted)."""
+  async def _after_failure(self, attempt: int, failure: _RetryLaterError) -> None:
+    """Waits, then sends the newest weights again if the server does not have them (it may have restarted)."""
     await self._wait(attempt, failure)
     async with self._updating:
-      if self._published is None:
+      if self._newest is None:
         return
-      directory, label = self._published
+      directory, label = self._newest
       try:
         found = await self._label()
-      except _TryAgainError as error:
-        _log.info("%s: %s", self._url, error)  # the next attempt will meet it again, and is counted
+      except _RetryLaterError as error:
+        _log.info("%s: %s", self._url, error)  # the next attempt meets the same problem and counts it
         return
       if found != label:
-        _log.warning("%s has weights %.80r; it is given %s again", self._url, found, directory)
+        _log.warning("%s has weights %.80r; sending %s again", self._url, found, directory)
         await self._update(directory, label)
 
-  async def _wait(self, attempt: int, failure: _TryAgainError) -> None:
+  async def _wait(self, attempt: int, failure: _RetryLaterError) -> None:
     self.counts["failed_attempts"] += 1
-    if not self._failing:  # once per outage, not once per request
-      _log.warning("%s: %s; trying again", self._url, failure)
+    if not self._failing:  # logged once per outage, not once per request
+      _log.warning("%s: %s; retrying", self._url, failure)
     self._failing = True
     if attempt + 1 < self._config.max_attempts:
-      # A random part, so that the requests of a server that comes back do not all arrive at once.
+      # Jitter, so that requests to a server that comes back do not all arrive at once.
       wait = min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S) * random.uniform(0.75, 1.25)
       await asyncio.sleep(max(wait, failure.wait_s))
 
-  def _dead(self, failure: Exception) -> ServerError:
+  def _out_of_attempts(self, failure: Exception) -> ServerError:
     return ServerError(
       f"{self._url} failed RemoteConfig.max_attempts = {self._config.max_attempts} times in a row; the last time: "
       f"{failure}"
     )
 
   async def _label_of(self, done: Generated, sent_with: str, pauses: int) -> str:
-    """Which weights wrote an answer that does not say so itself, from what is known when it arrives.
+    """Returns the label of a completion whose response has none.
 
-    An answer without a pause in between was written by the weights that it was asked of, and one that the first pause
-    aborted too, if the server has not restarted since. Of others nothing is certain.
+    If there was no pause since the request, the weights are those that it was sent with. The same holds if the first
+    pause aborted it, unless the server has restarted since. In other cases the weights are unknown.
+
+    Args:
+      done: the completion.
+      sent_with: label of the newest weights when the request was sent.
+      pauses: number of pauses since then.
+
+    Raises:
+      _RetryLaterError: the weights are unknown.
     """
     now = await self._label()
     if now not in self._versions or (now != sent_with and not pauses) or pauses > (done.finish == "abort"):
-      raise _TryAgainError("weights changed while the server answered.")
+      raise _RetryLaterError("weights changed during the request.")
     return sent_with
 
   async def _label(self) -> str | None:
-    answer = await self._request("GET", self._protocol.label_path, None)
-    label = answer.get("weight_version") if isinstance(answer, dict) else None
+    """Returns the label that the server reports now."""
+    response = await self._request("GET", self._protocol.label_path, None)
+    label = response.get("weight_version") if isinstance(response, dict) else None
     return label if isinstance(label, str) else None
 
   async def _post(self, call: Call) -> Any:
     return await self._request("POST", *call)
 
   async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-    """The answer's JSON (None if it is empty); `_TryAgainError` for what may pass."""
+    """Sends a request and returns the JSON of the response; None for a POST of which only the status matters.
+
+    Raises:
+      _RetryLaterError: a later attempt may succeed (timeout, broken connection, server error).
+      EpisodeFailure: the server rejected a generate request.
+      BadResponseError: the response to a generate request is too large.
+      ServerError: any other unexpected response.
+    """
     if self._session is None:
       timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s, connect=30.0)
       self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
     what = f"{method} {path}"
     try:
-      # A redirection could send prompts anywhere; it is a status that is not 200.
+      # Redirects are not followed: they could send prompts anywhere.
       async with self._session.request(method, self._url + path, json=body, allow_redirects=False) as response:
         data = bytearray()
         async for part in response.content.iter_any():
           data += part
-          if len(data) > _MAX_ANSWER_BYTES:
+          if len(data) > _MAX_RESPONSE_BYTES:
             kind = BadResponseError if path in _GENERATE_PATHS else ServerError
-            raise kind(f"{what}: an answer of more than {_MAX_ANSWER_BYTES} bytes.")
+            raise kind(f"{what}: the response has more than {_MAX_RESPONSE_BYTES} bytes.")
     except TimeoutError as error:
-      raise _TryAgainError(f"{what}: no answer within {self._config.request_timeout_s} s.") from error
+      raise _RetryLaterError(f"{what}: no response within {self._config.request_timeout_s} s.") from error
     except aiohttp.ClientError as error:
-      raise _TryAgainError(f"{what}: {type(error).__name__}: {error}") from error
+      raise _RetryLaterError(f"{what}: {type(error).__name__}: {error}") from error
     text = data[:400].decode("utf-8", "replace")
     if response.status >= 500 or response.status in (408, 409, 429):
       wait_s = _seconds(response.headers.get("Retry-After"))
-      raise _TryAgainError(f"{what}: status {response.status}: {text}", wait_s=wait_s)
+      raise _RetryLaterError(f"{what}: status {response.status}: {text}", wait_s=wait_s)
     if response.status in (400, 413, 422) and path in _GENERATE_PATHS:
       raise EpisodeFailure("request_refused", f"{self._url}, {what}: status {response.status}: {text}")
     if response.status != 200:
       raise ServerError(f"{self._url}, {what}: status {response.status}: {text}")
     if path not in _GENERATE_PATHS and method == "POST":
-      return None  # only the status matters
+      return None
     try:
       return json.loads(data)
     except (ValueError, RecursionError) as error:
-      raise _TryAgainError(f"{what}: the answer is not JSON: {text[:100]!r}") from error
+      raise _RetryLaterError(f"{what}: the response is not JSON: {text[:100]!r}") from error
 
 
 def _seconds(retry_after: str | None) -> float:
-  """Of a header that gives seconds, up to a minute; 0 where it gives a date, or nothing."""
+  """Parses a `Retry-After` header in seconds, up to 60; 0 if it is missing or a date."""
   if retry_after is None or not retry_after.strip().isdecimal():
     return 0.0
   return min(float(retry_after), _LONGEST_RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""Settings of rollouts from a server."""
+"""Settings of rollouts from an HTTP server."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ ProtocolName = Literal["sglang", "vllm"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
-  """Where a server generates the rollouts; checked when made."""
+  """Validated settings of `RemoteEngine`; `ValueError` if a field is out of range."""
 
   url: str | None = None
-  """Of the server, `http://host:port`; None: the embedded engine, in the learner's process."""
+  """URL of the server, `http://host:port`; None: the embedded engine, in the learner's process."""
   protocol: ProtocolName = "sglang"
-  """What it speaks; `python -m experiments.serve` speaks both."""
+  """Protocol of the server, "sglang" or "vllm"; this library's own server supports both."""
   weights_dir: str | None = None
-  """Folder that the server sees under the same path: new weights are written below it."""
+  """Folder for new weights; the server must see it under the same path. Required with a `url`."""
   request_timeout_s: float = 600.0
-  """An answer, or an update of weights, that takes longer counts as a failed attempt."""
+  """Seconds after which a completion or a weight update counts as a failed attempt."""
   max_attempts: int = 20
-  """A request, or an update, that fails so often in a row ends the run; waits in between double, from 0.25 to 8 s."""
+  """The run ends with an error after this many failed attempts at one request or update. The waits between attempts
+  double, from 0.25 to 8 s."""
 
   def __post_init__(self) -> None:
     if self.protocol not in get_args(ProtocolName):

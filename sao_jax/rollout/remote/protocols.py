@@ -1,8 +1,9 @@
-"""What servers of vLLM and SGLang are asked, and what their answers must hold to be believed.
+"""Protocols of vLLM and SGLang servers: requests, and checks of the responses.
 
-Both return the sampled ids and the log-prob of each. Two things cannot be seen in an answer and are the server's
-settings: SGLang's log-probs are those of the tempered distribution unless SGLANG_RETURN_ORIGINAL_LOGPROB is set; vLLM's
-are so only with `--logprobs-mode processed_logprobs`, and its endpoints for weights need VLLM_SERVER_DEV_MODE=1.
+Both return the sampled ids and the log-prob of each. A response does not show under which distribution: that depends on
+the server's settings. SGLang's log-probs are those of the tempered distribution, unless SGLANG_RETURN_ORIGINAL_LOGPROB
+is set. vLLM's are so only with `--logprobs-mode processed_logprobs`. Its endpoints for weights need
+VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
@@ -21,57 +22,64 @@ Call: TypeAlias = tuple[str, dict[str, Any]]
 
 
 class BadResponseError(Exception):
-  """An answer that is refused; the message says what is wrong with it."""
+  """A response is rejected; the message names the problem."""
 
 
 class EmptyResponseError(BadResponseError):
-  """An answer without a token and without a reason for that."""
+  """A response has neither tokens nor a finish reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-  """What every request asks for."""
+  """Sampling settings of every request."""
 
   vocab_size: int
+  """Upper bound (exclusive) on token ids."""
   stop_ids: tuple[int, ...]
+  """Ids that end a completion."""
   temperature: float
+  """Sampling temperature, > 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-  """An answer, checked."""
+  """Checked completion of a server."""
 
   tokens: np.ndarray
   """`[n]` int32; empty only if `finish` is "abort"."""
   logp: np.ndarray
   """`[n]` float32, finite and <= 0."""
   finish: Literal["stop", "length", "abort"]
-  """"stop": the last token is a stop id. "abort": the server gave up, for an update of weights say."""
+  """"stop": the last token is a stop id. "abort": the server aborted the request, for a weight update say."""
   label: str | None
-  """Of the weights, if the answer says so."""
+  """Label of the weights; None if the response has none."""
 
   @classmethod
-  def nothing(cls) -> Generated:
-    """The answer to a request that was aborted before its first token."""
+  def empty(cls) -> Generated:
+    """Returns the completion of a request that was aborted before its first token."""
     return cls(tokens=np.zeros(0, np.int32), logp=np.zeros(0, np.float32), finish="abort", label=None)
 
 
 class ServerProtocol(Protocol):
-  """How one kind of server is spoken to."""
+  """Requests and responses of one kind of server."""
 
   label_path: str
-  """GET: `{"weight_version": label}`."""
+  """Path whose GET returns `{"weight_version": label}`."""
 
-  def generate(self, prompt: Sequence[int], *, max_tokens: int, seed: int, sampling: Sampling) -> Call:
-    """Asks for one answer."""
+  def generate_call(self, prompt: Sequence[int], *, max_tokens: int, seed: int, sampling: Sampling) -> Call:
+    """Returns the call that generates one completion."""
     ...
 
-  def read(self, answer: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
-    """Checks the answer; `BadResponseError` if it does not hold all that a trajectory needs."""
+  def parse_response(self, response: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
+    """Checks the JSON response to `generate_call`.
+
+    Raises:
+      BadResponseError: a field that a trajectory needs is missing or wrong.
+    """
     ...
 
-  def update(self, directory: pathlib.Path, label: str) -> list[Call]:
-    """Stops what runs, loads weights, names them, goes on: each call when the one before has succeeded."""
+  def update_calls(self, directory: pathlib.Path, label: str) -> list[Call]:
+    """Returns the calls that pause the server, load and label weights, and resume it, in this order."""
     ...
 
 
@@ -80,8 +88,8 @@ class VLLM:
 
   label_path = "/weight_info"
 
-  def generate(self, prompt: Sequence[int], *, max_tokens: int, seed: int, sampling: Sampling) -> Call:
-    # Every setting that the server could have a default of its own for (generation_config.json) is named.
+  def generate_call(self, prompt: Sequence[int], *, max_tokens: int, seed: int, sampling: Sampling) -> Call:
+    # Names every setting for which the server may have its own default (from generation_config.json).
     return "/v1/completions", {
       "prompt": list(prompt), "max_tokens": max_tokens, "temperature": sampling.temperature, "seed": seed, "n": 1,
       "stop_token_ids": list(sampling.stop_ids), "ignore_eos": True, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
@@ -89,22 +97,22 @@ class VLLM:
       "return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False,
     }  # fmt: skip
 
-  def read(self, answer: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
-    if _nothing_written(*_vllm_parts(answer)):
-      return Generated.nothing()
-    choices = _field(answer, "choices", list)
+  def parse_response(self, response: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
+    if _is_empty_abort(*_vllm_parts(response)):
+      return Generated.empty()
+    choices = _field(response, "choices", list)
     if len(choices) != 1:
-      raise BadResponseError(f"the answer must have one choice; received {len(choices)}.")
+      raise BadResponseError(f"the response must have one choice; received {len(choices)}.")
     choice = choices[0]
     if (echo := _field(choice, "prompt_token_ids", list, optional=True)) is not None and echo != list(prompt):
-      raise BadResponseError(f"the server answered another prompt, of {len(echo)} tokens; sent were {len(prompt)}.")
+      raise BadResponseError(f"prompt_token_ids must be the {len(prompt)} ids sent; received {len(echo)} other ids.")
     logprobs = _field(choice, "logprobs", dict, optional=True)
     logp = None if logprobs is None else _field(logprobs, "token_logprobs", list, optional=True)
     tokens = _field(choice, "token_ids", list)
     finish = _field(choice, "finish_reason", str)
     return _checked(tokens, logp, finish, None, max_tokens=max_tokens, sampling=sampling)
 
-  def update(self, directory: pathlib.Path, label: str) -> list[Call]:
+  def update_calls(self, directory: pathlib.Path, label: str) -> list[Call]:
     return [
       ("/pause?mode=abort", {}),
       ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}),
@@ -118,7 +126,7 @@ class SGLang:
 
   label_path = "/model_info"
 
-  def generate(self, prompt: Sequence[int], *, max_tokens: int, seed: int, sampling: Sampling) -> Call:
+  def generate_call(self, prompt: Sequence[int], *, max_tokens: int, seed: int, sampling: Sampling) -> Call:
     return "/generate", {
       "input_ids": list(prompt), "return_logprob": True, "stream": False,
       "sampling_params": {
@@ -129,15 +137,15 @@ class SGLang:
       },
     }  # fmt: skip
 
-  def read(self, answer: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
-    if _nothing_written(*_sglang_parts(answer)):
-      return Generated.nothing()
-    meta = _field(answer, "meta_info", dict)
+  def parse_response(self, response: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
+    if _is_empty_abort(*_sglang_parts(response)):
+      return Generated.empty()
+    meta = _field(response, "meta_info", dict)
     if (length := _field(meta, "prompt_tokens", int, optional=True)) is not None and length != len(prompt):
-      raise BadResponseError(f"the server answered a prompt of {length} tokens; sent were {len(prompt)}.")
+      raise BadResponseError(f"prompt_tokens must be {len(prompt)}, as sent; received {length}.")
     finish = _field(_field(meta, "finish_reason", dict), "type", str)
     label = _field(meta, "weight_version", str)
-    tokens = _field(answer, "output_ids", list)
+    tokens = _field(response, "output_ids", list)
     entries = _field(meta, "output_token_logprobs", list, optional=True)
     logp = None
     if entries is not None:
@@ -146,10 +154,10 @@ class SGLang:
       logp = [entry[0] for entry in entries]
     done = _checked(tokens, logp, finish, label, max_tokens=max_tokens, sampling=sampling)
     if [entry[1] for entry in entries or ()] != tokens:
-      raise BadResponseError("output_token_logprobs and output_ids name different tokens.")
+      raise BadResponseError("output_token_logprobs and output_ids must have the same token ids; they differ.")
     return done
 
-  def update(self, directory: pathlib.Path, label: str) -> list[Call]:
+  def update_calls(self, directory: pathlib.Path, label: str) -> list[Call]:
     return [
       ("/pause_generation", {"mode": "abort"}),
       ("/update_weights_from_disk", {"model_path": str(directory), "weight_version": label, "flush_cache": True}),
@@ -161,44 +169,44 @@ def _get(container: Any, name: str) -> Any:
   return container.get(name) if isinstance(container, dict) else None
 
 
-def _vllm_parts(answer: Any) -> tuple[Any, list[Any]]:
-  """Reason for the end of an answer, and everything in it that is not empty if something was written."""
-  choices = _get(answer, "choices")
+def _vllm_parts(response: Any) -> tuple[Any, list[Any]]:
+  """Returns the finish reason, and the fields of which at least one is not empty if a token was sampled."""
+  choices = _get(response, "choices")
   choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
   logprobs = _get(_get(choice, "logprobs"), "token_logprobs")
-  count = _get(_get(answer, "usage"), "completion_tokens")
-  written = choices if choice is None else _get(choice, "token_ids")
-  return _get(choice, "finish_reason"), [written, _get(choice, "text"), logprobs, count]
+  count = _get(_get(response, "usage"), "completion_tokens")
+  tokens = choices if choice is None else _get(choice, "token_ids")
+  return _get(choice, "finish_reason"), [tokens, _get(choice, "text"), logprobs, count]
 
 
-def _sglang_parts(answer: Any) -> tuple[Any, list[Any]]:
-  """As `_vllm_parts`."""
-  meta = _get(answer, "meta_info")
+def _sglang_parts(response: Any) -> tuple[Any, list[Any]]:
+  """See `_vllm_parts`."""
+  meta = _get(response, "meta_info")
   reason = _get(meta, "finish_reason")
-  written = [_get(answer, "output_ids"), _get(answer, "text")]
-  return _get(reason, "type"), [*written, _get(meta, "output_token_logprobs"), _get(meta, "completion_tokens")]
+  output = [_get(response, "output_ids"), _get(response, "text")]
+  return _get(reason, "type"), [*output, _get(meta, "output_token_logprobs"), _get(meta, "completion_tokens")]
 
 
-def _nothing_written(reason: Any, written: list[Any]) -> bool:
-  """Whether the server gave up before the first token.
+def _is_empty_abort(reason: Any, output: list[Any]) -> bool:
+  """Whether the server aborted the request before its first token.
 
-  A request that still waits when weights are updated is aborted. Servers fill in the answer as they please then:
-  depending on the version label, ids, log-probs, length of the prompt or the reason are missing, null, empty or 0.
-  Nothing was sampled, so nothing of that is needed.
+  A weight update aborts requests that still wait in the server's queue. Versions of the servers differ in the response:
+  the label, ids, log-probs, length of the prompt or the reason may be missing, null, empty or 0. Nothing was sampled,
+  so none of these fields is needed.
 
   Raises:
-    EmptyResponseError: the answer is empty and does not say that it was aborted.
+    EmptyResponseError: the response is empty and has no finish reason.
   """
-  if any(written) or reason not in (None, "abort"):
+  if any(output) or reason not in (None, "abort"):
     return False
   if reason is None:
-    raise EmptyResponseError("the answer has neither tokens nor a finish reason.")
+    raise EmptyResponseError("the response has neither tokens nor a finish reason.")
   return True
 
 
 def _field(container: Any, name: str, kind: type, *, optional: bool = False) -> Any:
   if not isinstance(container, dict):
-    raise BadResponseError(f"an object with {name} was expected; received {type(container).__name__}.")
+    raise BadResponseError(f"the parent of {name} must be an object; received {type(container).__name__}.")
   value = container.get(name)
   if value is None and optional:
     return None
@@ -211,29 +219,29 @@ def _field(container: Any, name: str, kind: type, *, optional: bool = False) -> 
 def _checked(
   tokens: list[Any], logp: list[Any] | None, finish: str, label: str | None, *, max_tokens: int, sampling: Sampling
 ) -> Generated:
-  """Refuses what a trajectory could not be built from, or what was not sampled as asked."""
+  """Checks tokens, log-probs and finish reason against the request and the needs of a trajectory."""
   if finish not in ("stop", "length", "abort"):
     raise BadResponseError(f"finish reason must be stop, length or abort; received {finish!r:.80}.")
   outside = [i for i in tokens if type(i) is not int or not 0 <= i < sampling.vocab_size]
   if outside:
     raise BadResponseError(f"token ids must be in [0, {sampling.vocab_size}); received {outside[:5]!r:.200}.")
   if logp is None:
-    raise BadResponseError(f"the answer has {len(tokens)} tokens and no log-probs.")
+    raise BadResponseError(f"log-probs are required; received {len(tokens)} tokens and no log-probs.")
   if len(logp) != len(tokens):
-    raise BadResponseError(f"the answer has {len(tokens)} tokens and {len(logp)} log-probs.")
-  # Compared before they become float32, which overflows to -inf.
+    raise BadResponseError(f"each token must have a log-prob; received {len(tokens)} tokens, {len(logp)} log-probs.")
+  # Compared before the conversion to float32, which overflows to -inf.
   wrong = [x for x in logp if type(x) not in (int, float) or not -3e38 < x <= LOGP_ROUNDING]
   if wrong:
     received = f"received {wrong[:5]!r:.200}; above 0 by {LOGP_ROUNDING} or less is rounding"
     raise BadResponseError(f"log-probs must be finite and <= 0; {received}.")
   if len(tokens) > max_tokens or (not tokens and finish != "abort"):
-    raise BadResponseError(f"the answer must have 1 to {max_tokens} tokens; received {len(tokens)} ({finish}).")
+    raise BadResponseError(f"the response must have 1 to {max_tokens} tokens; received {len(tokens)} ({finish}).")
   early = [i for i in tokens[:-1] if i in sampling.stop_ids]
   ends = bool(tokens) and tokens[-1] in sampling.stop_ids
   if early or (finish == "stop" and not ends):
     raise BadResponseError(
-      f"the answer must end with its first stop id, one of {list(sampling.stop_ids)}; it ends with {tokens[-1:]} and "
-      f"has {len(early)} of them before."
+      f"the completion must end with its first stop id, one of {list(sampling.stop_ids)}; it ends with {tokens[-1:]}, "
+      f"and {len(early)} stop ids come before."
     )
   return Generated(
     tokens=np.array(tokens, np.int32),

@@ -1,4 +1,4 @@
-"""A limit on how many HTTP requests of a kind are served at once, and on how large their bodies are."""
+"""Limits on the number of concurrent HTTP requests of a kind, and on the size of their bodies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sao_jax.rollout.server.request_fields import BadRequestError
 
 
 class Admission:
-  """Lets requests in, up to a number at a time; one that finds no room is refused before its body is read.
+  """Admission control: requests beyond a limit are rejected before their bodies are read.
 
   Args:
-    max_requests: served at once; more are refused (503).
-    max_body_bytes: a larger body is refused (413), before it is read where its length is known.
-    body_timeout_s: a body that takes longer to arrive is refused (408).
+    max_requests: maximum number of concurrent requests; more are rejected (503).
+    max_body_bytes: a larger body is rejected (413), before it is read if its length is known.
+    body_timeout_s: seconds for a body to arrive; a slower one is rejected (408).
   """
 
   def __init__(self, *, max_requests: int, max_body_bytes: int, body_timeout_s: float):
@@ -28,9 +28,13 @@ class Admission:
 
   @contextlib.asynccontextmanager
   async def admit(self, request: web.Request) -> AsyncIterator[bytes]:
-    """Gives the body; the request counts as active inside the block."""
+    """Yields the body of a request, which counts as active inside the block.
+
+    Raises:
+      BadRequestError: the request is rejected.
+    """
     if self._active >= self._max_requests:
-      raise BadRequestError(f"{self._active} requests are running already; try again.", status=503)
+      raise BadRequestError(f"{self._active} requests are running already; try again later.", status=503)
     self._active += 1
     try:
       yield await self._body(request)
@@ -43,7 +47,7 @@ class Admission:
     if request.method != "GET" and request.content_type != "application/json":
       raise BadRequestError(f"Content-Type must be application/json; received {request.content_type}.", status=415)
     if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
-      raise BadRequestError(f"Content-Encoding must be identity, or left out; received {encoding}.", status=415)
+      raise BadRequestError(f"Content-Encoding must be identity or missing; received {encoding}.", status=415)
     if (request.content_length or 0) > self._max_body_bytes:
       raise self._too_large(f"{request.content_length} bytes")
     body = bytearray()

@@ -1,4 +1,4 @@
-"""Single completions from the rollout engine: what a server needs, token ids in and out, many at once."""
+"""Concurrent single completions from the rollout engine, with token ids as input and output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.types import CachedPolicy, Environment, Params, Step, Trajectory
 
 _CHARS_PER_TOKEN = 12
-"""Digits of an id and a blank, and room."""
+"""Upper bound on the characters of one token in `_IdTokenizer`: the digits of an id and a blank."""
 _STOP_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -30,20 +30,20 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-  """What the policy wrote after a prompt; all of it with one set of weights."""
+  """Completion of a prompt, generated with one version of the weights."""
 
   tokens: np.ndarray
   """`[n]` int32; the last one is a stop id if `finish` is "stop". Empty only if `finish` is "abort"."""
   logp: np.ndarray
-  """`[n]` float32: log-probs that the tokens were sampled with."""
+  """`[n]` float32, <= 0: log-probs under the distribution that the tokens were sampled from."""
   finish: Finish
   label: str
-  """Of the weights."""
+  """Label of the weights."""
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A completion that was asked for; `result` is set once it is there."""
+  """A submitted completion; `result` is set when it has ended."""
 
   prompt: Sequence[int]
   request: EpisodeRequest
@@ -52,7 +52,7 @@ class Job:
 
 
 class _IdTokenizer:
-  """Text that is the token ids, so that an environment's prompt reaches the engine as the ids that were sent."""
+  """Tokenizer whose text is the token ids as numbers, so that prompts reach the engine with their ids unchanged."""
 
   def __init__(self, vocab_size: int, stop_ids: Sequence[int]):
     self.vocab_size = vocab_size
@@ -66,7 +66,7 @@ class _IdTokenizer:
 
 
 class _OneAction(Environment):
-  """Task n is the prompt of job n; the episode is over after its first action."""
+  """Environment with episodes of one action; the prompt of task n is that of job n."""
 
   def __init__(self, jobs: dict[int, Job]):
     self._jobs = jobs
@@ -81,30 +81,30 @@ class _OneAction(Environment):
     pass
 
 
-class _SeenStore(WeightStore):
-  """Knows which version the engine works with: it may still hold the old one when a new one is published."""
+class _TrackedStore(WeightStore):
+  """Weight store that records the version last read: the engine may still use an older one after a `publish`."""
 
-  seen = -1
+  last_read = -1
 
   def latest(self) -> tuple[Params, int]:
-    params, self.seen = super().latest()
-    return params, self.seen
+    params, self.last_read = super().latest()
+    return params, self.last_read
 
 
 class Completions:
-  """An engine that completes prompts, with continuous batching; thread-safe. Use as a context manager.
+  """Engine that completes prompts with continuous batching; thread-safe. Use as a context manager.
 
-  A completion never mixes weights: `update` waits until nothing runs. Who asked goes on with prompt and part of the
-  answer if it was aborted for that.
+  A completion never mixes versions of the weights: `set_weights` requires that no completion runs. A client whose
+  completion was aborted for an update may continue it with a new request, whose prompt includes the tokens so far.
 
   Args:
-    model: the policy, with its cache.
-    params: its parameters.
-    label: what the weights are called.
-    vocab_size: prompts hold ids below it.
+    model: the policy with its KV cache.
+    params: the policy's parameters.
+    label: label of these weights.
+    vocab_size: upper bound (exclusive) on the ids of prompts.
     stop_ids: ids that end a completion.
-    config: settings of the engine; those of environments and turns are not used.
-    seed: base of the sampling noise.
+    config: settings of the engine. Those for environments and turns are ignored.
+    seed: seed of the sampling noise.
   """
 
   def __init__(
@@ -134,7 +134,7 @@ class Completions:
     self._lock = threading.Lock()
     self._numbers = itertools.count()
     self._random = np.random.default_rng(seed)
-    self._store = _SeenStore()
+    self._store = _TrackedStore()
     self._store.publish(params, 0)
     self._version = 0
     self._label = label
@@ -154,22 +154,23 @@ class Completions:
     )
 
   def submit(self, prompt: Sequence[int], *, max_tokens: int, seed: int | None = None) -> Job:
-    """Asks for a completion.
+    """Submits a completion.
 
     Args:
-      prompt: ids; at least one, and room for an answer in `max_len`.
-      max_tokens: of the answer; what does not fit in `max_len` is cut.
-      seed: same seed, prompt and weights, same answer; None: noise of its own.
+      prompt: token ids in [0, vocab_size); 1 to `max_len - 1` of them.
+      max_tokens: maximum tokens of the completion, in [1, max_action_tokens]. Prompt and completion have at most
+        `max_len` tokens.
+      seed: equal seeds, prompts and weights give equal completions. None: a random seed.
 
     Raises:
-      ValueError: a prompt or limit that the engine cannot serve.
+      ValueError: an argument is out of range.
     """
     limit = self.config.max_len
     if not 0 < len(prompt) < limit:
       raise ValueError(f"prompt must have 1 to {limit - 1} tokens; received {len(prompt)}.")
     outside = [i for i in prompt if not 0 <= i < self.vocab_size]
     if outside:
-      raise ValueError(f"prompt must hold ids in [0, {self.vocab_size}); received {outside[:5]}.")
+      raise ValueError(f"prompt must have ids in [0, {self.vocab_size}); received {outside[:5]}.")
     if not 1 <= max_tokens <= self.config.max_action_tokens:
       raise ValueError(f"max_tokens must be in [1, {self.config.max_action_tokens}]; received {max_tokens}.")
     with self._lock:
@@ -177,24 +178,24 @@ class Completions:
       noise = int(self._random.integers(2**31)) if seed is None else seed % 2**31
       request = EpisodeRequest(task_index=number, episode_id=noise, group_id=number, max_action_tokens=max_tokens)
       job = Job(prompt, request)
-      job.result.set_running_or_notify_cancel()  # whoever stops waiting for it cannot cancel it under the engine
+      job.result.set_running_or_notify_cancel()  # from now on a client that stops waiting cannot cancel the future
       self._waiting.append(job)
     return job
 
   def abort(self, job: Job) -> None:
-    """Ends a job with what it wrote so far (`finish` "abort"), within a decode chunk."""
+    """Ends a job within a decode chunk, with the tokens so far and `finish` "abort"."""
     with self._lock:
       job.aborted = True
       waiting = job in self._waiting
       if waiting:
         self._waiting.remove(job)
     if waiting:
-      job.result.set_result(self._nothing())
+      job.result.set_result(self._empty())
     else:
       self._engine.cut(job.request)
 
   def abort_all(self) -> int:
-    """Aborts every job, waiting ones included; returns how many."""
+    """Aborts all waiting and running jobs; returns their number."""
     with self._lock:
       jobs = [*self._running.values(), *self._waiting]
     for job in jobs:
@@ -203,19 +204,19 @@ class Completions:
 
   @property
   def outstanding(self) -> int:
-    """Jobs that wait or run."""
+    """Number of jobs that wait or run."""
     with self._lock:
       return len(self._waiting) + len(self._running)
 
   @property
   def running(self) -> int:
-    """Jobs that the engine works on."""
+    """Number of jobs in the engine."""
     with self._lock:
       return len(self._running)
 
   @property
   def label(self) -> str:
-    """Name of the weights that the next completion is written with."""
+    """Label of the weights of the next completion."""
     return self._label
 
   @label.setter
@@ -224,7 +225,7 @@ class Completions:
 
   @property
   def paused(self) -> bool:
-    """Whether jobs are kept waiting; set it to keep them, or to go on."""
+    """Whether waiting jobs are held back from the engine; may be set."""
     return self._paused
 
   @paused.setter
@@ -232,21 +233,24 @@ class Completions:
     with self._lock:
       self._paused = paused
 
-  def update(self, params: Params, label: str) -> None:
-    """Makes `params` the weights of every completion that starts from now on.
+  def set_weights(self, params: Params, label: str) -> None:
+    """Uses `params` for every completion that starts from now on. Set `paused` and wait until `running` is 0 first.
 
     Raises:
-      RuntimeError: something runs: pause, and wait until `running` is 0.
+      RuntimeError: not paused, or completions are running.
     """
     with self._lock:
       if not self._paused or self._running:
-        raise RuntimeError(f"weights change only while paused and idle; {len(self._running)} completions run.")
+        raise RuntimeError(
+          f"weights can change only while paused and idle; paused is {self._paused}, and {len(self._running)} "
+          "completions are running."
+        )
       self._version += 1
       self._store.publish(params, self._version)
       self._label = label
 
   def check(self) -> None:
-    """Raises what ended the engine, if it has ended."""
+    """Raises the exception that ended the engine, if any."""
     self._thread.check()
 
   def __enter__(self) -> Completions:
@@ -254,11 +258,11 @@ class Completions:
     return self
 
   def __exit__(self, *_: object) -> None:
-    """Ends the engine; what was asked for and is not there fails."""
+    """Stops the engine. Unfinished jobs fail."""
     try:
       self._thread.stop(_STOP_S)
     except TimeoutError as error:
-      _log.warning("%s It is left behind.", error)  # compiling, say; it ends with the process
+      _log.warning("%s The thread is left behind.", error)  # it may be compiling; it ends with the process
     finally:
       self._engine.close()
       with self._lock:
@@ -268,12 +272,12 @@ class Completions:
       for job in jobs:
         job.result.set_exception(RuntimeError("the engine was stopped."))
 
-  def _nothing(self) -> Completion:
+  def _empty(self) -> Completion:
     return Completion(tokens=np.zeros(0, np.int32), logp=np.zeros(0, np.float32), finish="abort", label=self._label)
 
   def _next_request(self) -> EpisodeRequest | None:
     with self._lock:
-      if self._paused or not self._waiting or self._store.seen != self._version:
+      if self._paused or not self._waiting or self._store.last_read != self._version:
         return None
       job = self._waiting.popleft()
       self._running[job.request.task_index] = job
@@ -296,6 +300,6 @@ class Completions:
     with self._lock:
       job = self._running.pop(request.task_index)
     if job.aborted:
-      job.result.set_result(self._nothing())
+      job.result.set_result(self._empty())
     else:
-      job.result.set_exception(RuntimeError("the engine could not complete this prompt; its log says why."))
+      job.result.set_exception(RuntimeError("the engine could not complete this prompt; see its log."))

@@ -1,7 +1,7 @@
-"""The names under which a server may be asked: a check of the `Host` header against DNS rebinding.
+"""Check of the `Host` header of requests, against DNS rebinding.
 
-A web page can point a host name of its own at 127.0.0.1, and its scripts then reach a server on loopback as their own
-origin. The browser still sends the page's name in `Host`, which gives it away.
+A web page can point a host name of its own at 127.0.0.1. Its scripts then reach a server on loopback as their own
+origin. The browser still sends the page's host name in `Host`, so the server can reject the request.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _HOST = re.compile(
 
 
 def parse_host(text: str) -> tuple[str, int | None] | None:
-  """Splits `name`, `name:port` or `[address]:port`; None where it is anything else.
+  """Splits `name`, `name:port` or `[address]:port`; returns None for anything else.
 
-  Case and the final dot of a fully qualified name do not matter; IPv6 addresses come in their short form.
+  Names are returned in lower case and without a final dot, IPv6 addresses in their short form.
 
   >>> parse_host("LOCALHOST.:8000"), parse_host("[0:0::1]"), parse_host("user@localhost"), parse_host("localhost:0x50")
   (('localhost', 8000), ('::1', None), None, None)
@@ -39,7 +39,11 @@ def parse_host(text: str) -> tuple[str, int | None] | None:
 
 
 def is_loopback(host: str) -> bool:
-  """Whether a server bound to `host` is reachable from this machine only; OSError if the name cannot be resolved."""
+  """Whether a server bound to `host` is reachable from this machine only.
+
+  Raises:
+    OSError: the name cannot be resolved.
+  """
   if not host:  # every interface
     return False
   found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -47,14 +51,14 @@ def is_loopback(host: str) -> bool:
 
 
 class HostCheck:
-  """Decides by its `Host` whether a request is served.
+  """Check of the `Host` header of a request.
 
-  A server on loopback answers to localhost, 127.0.0.1, [::1] and the name it is bound to, each with its own port, and
-  to the allowed hosts. On another address nothing is checked unless hosts are allowed: its names are not known.
+  A server on loopback accepts localhost, 127.0.0.1, [::1] and the name it is bound to, each with its own port, and the
+  allowed hosts. A server on another address does not know its names: it checks only if there are allowed hosts.
 
   Args:
     bound: name or address that the server is bound to.
-    allowed: more hosts, `name` (with any port) or `name:port`.
+    allowed: further hosts, `name` (any port) or `name:port`.
   """
 
   def __init__(self, bound: str, allowed: Sequence[str]):
@@ -64,17 +68,17 @@ class HostCheck:
     self._allowed = {parse_host(entry) for entry in allowed}
 
   def accepts(self, hosts: Sequence[str], port: int) -> bool:
-    """Whether a request is served.
+    """Whether a request is accepted.
 
     Args:
-      hosts: values of its `Host` headers; there must be one.
-      port: that the request came in on.
+      hosts: values of its `Host` headers. If hosts are checked, there must be exactly one.
+      port: port on which the request arrived.
     """
     if not self._checks:
       return True
     parsed = parse_host(hosts[0]) if len(hosts) == 1 else None
     if parsed is None:
       return False
-    name, asked = parsed
-    own = name in self._own and (_HTTP_PORT if asked is None else asked) == port
+    name, named_port = parsed
+    own = name in self._own and (_HTTP_PORT if named_port is None else named_port) == port
     return own or parsed in self._allowed or (name, None) in self._allowed

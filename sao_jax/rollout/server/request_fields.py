@@ -14,7 +14,13 @@ from typing import Any
 
 
 class BadRequestError(Exception):
-  """A request is refused; `field` is the name of the offending field, if there is one."""
+  """A request is rejected.
+
+  Args:
+    message: names the problem; it is sent to the client.
+    field: name of the wrong field, if it is one.
+    status: HTTP status of the response.
+  """
 
   def __init__(self, message: str, *, field: str | None = None, status: int = 400):
     super().__init__(message)
@@ -30,13 +36,13 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   fields: dict[str, Any] = {}
   for name, value in pairs:
     if name in fields:
-      raise ValueError(f"{name:.80} occurs twice")
+      raise ValueError(f"key {name:.80} occurs twice")
     fields[name] = value
   return fields
 
 
 class RequestFields:
-  """The fields of a request body.
+  """Fields of a request body. Each method takes a field out; `finish` rejects those that remain.
 
   >>> fields = RequestFields(b'{"max_tokens": 5, "n": 2}')
   >>> fields.integer("max_tokens", low=1, high=8)
@@ -47,11 +53,11 @@ class RequestFields:
   sao_jax.rollout.server.request_fields.BadRequestError: n must be 1; received 2.
 
   Args:
-    body: JSON text, or the parsed value of a field that is itself an object.
+    body: JSON text, or the parsed value of a nested object.
     prefix: prefix of field names in messages.
 
   Raises:
-    BadRequestError: the body is not a JSON object, or a field occurs twice.
+    BadRequestError: the body is no JSON object. All methods raise it for a wrong value.
   """
 
   def __init__(self, body: bytes | Mapping[str, Any], prefix: str = ""):
@@ -66,7 +72,7 @@ class RequestFields:
     self._prefix = prefix
 
   def integer(self, name: str, *, low: int, high: int, default: int | None = None) -> int | None:
-    """Takes an integer in [low, high]; `default` if null or missing."""
+    """Takes an integer in [low, high]; `default` if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return default
@@ -75,7 +81,7 @@ class RequestFields:
     return value
 
   def number(self, name: str, *, default: float) -> float:
-    """Takes a finite number; `default` if null or missing."""
+    """Takes a finite number; `default` if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return default
@@ -88,7 +94,7 @@ class RequestFields:
     return number
 
   def boolean(self, name: str, *, default: bool = False) -> bool:
-    """Takes a boolean; `default` if null or missing."""
+    """Takes true or false; `default` if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return default
@@ -97,7 +103,7 @@ class RequestFields:
     return value
 
   def text(self, name: str, *, max_chars: int = 4096) -> str | None:
-    """Takes a string; None if null or missing."""
+    """Takes a string of 1 to `max_chars` characters; None if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return None
@@ -108,7 +114,7 @@ class RequestFields:
     return value
 
   def ids(self, name: str) -> list[int] | None:
-    """Takes a list of token ids; None if null or missing."""
+    """Takes a list of integers; None if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is None:
       return None
@@ -117,18 +123,22 @@ class RequestFields:
     return value
 
   def nested(self, name: str) -> RequestFields:
-    """Takes the fields of a nested object; an empty one if null or missing."""
+    """Takes a nested object; an empty one if it is null or missing."""
     value = self._rest.pop(name, None)
     if value is not None and not isinstance(value, dict):
       raise self._wrong(name, "an object", value)
     return RequestFields(value or {}, prefix=f"{self._prefix}{name}.")
 
   def is_text(self, name: str) -> bool:
-    """Returns whether the field is a string; does not take it."""
+    """Whether the field is a string; does not take it."""
     return isinstance(self._rest.get(name), str)
 
   def finish(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses every field that was not taken, unless `neutral` lists its value as one without effect."""
+    """Rejects all remaining fields, except null and the values in `neutral`, which change nothing.
+
+    Args:
+      neutral: names of known but unsupported fields, each with the values that are accepted.
+    """
     for name, value in self._rest.items():
       if name not in neutral:
         raise BadRequestError(f"unknown field {self._prefix}{name:.80}.", field=f"{self._prefix}{name:.80}")

@@ -1,4 +1,4 @@
-"""An HTTP server over the rollout engine, in the two protocols that rollout clients speak.
+"""HTTP server over the rollout engine, with the endpoints of vLLM and of SGLang that rollout clients use.
 
     POST /v1/completions             OpenAI's, with vLLM's token ids      POST /generate                    SGLang's
     POST /pause?mode=abort|wait      vLLM                                 POST /pause_generation            SGLang
@@ -8,10 +8,10 @@
     GET  /weight_info                vLLM                                 GET  /model_info                  SGLang
     GET  /v1/models, /health
 
-What it does not know it refuses, naming it. There is no authentication: whoever reaches the port may use all of it,
-except the web pages that a user looks at: a request with an `Origin` is refused, and on loopback one whose `Host` is
-not this server's (see `hosts.py`). Completions and the rest are limited separately, in number and in size, so that
-neither keeps out the other.
+Unknown fields are rejected by name. There is no authentication: everyone who reaches the port may use all endpoints.
+Only requests of web pages are rejected: those with an `Origin` header and, on loopback, those whose `Host` is not this
+server's (see `hosts.py`). Completions and other requests have separate limits on their number and size, so that neither
+can block the other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FieldsHandler = Callable[[web.Request, RequestFields], Awaitable[web.StreamRespo
 
 
 class TextCodec(Protocol):
-  """What the server needs of a tokenizer."""
+  """Interface of a tokenizer for text prompts and completions."""
 
   def encode(self, text: str) -> list[int]: ...
 
@@ -69,17 +69,17 @@ class TextCodec(Protocol):
 
 
 class CompletionServer:
-  """Answers HTTP requests with the completions of an engine.
+  """HTTP server for the completions of an engine.
 
-  Text is what the ids spell: nothing is added to a prompt (no beginning-of-sequence token), and nothing is left out of
-  an answer (neither control tokens nor the stop token).
+  Text is the plain decoding of the ids. Nothing is added to a prompt (no beginning-of-sequence token), and nothing is
+  removed from a completion (neither control tokens nor the stop token).
 
   Args:
     completions: the engine; started and stopped by the caller.
-    name: of the model.
-    load: reads the parameters of a folder; ValueError or OSError if they are not those of this model.
+    name: name of the model.
+    load: reads the parameters in a folder; raises ValueError or OSError if they do not fit this model.
     config: settings.
-    tokenizer: for prompts and answers as text; None: token ids only.
+    tokenizer: for prompts and completions as text; None: token ids only.
   """
 
   def __init__(
@@ -106,7 +106,7 @@ class CompletionServer:
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[tuple[str, int]]:
-    """Serves inside the block; gives the host and port bound to."""
+    """Serves inside the block; yields the host and port that the server is bound to."""
     runner = web.AppRunner(
       self.application(), handler_cancellation=True, access_log=None, max_line_size=8190, max_field_size=8190,
       shutdown_timeout=_SHUTDOWN_S, keepalive_timeout=self._config.body_timeout_s, auto_decompress=False,
@@ -115,21 +115,21 @@ class CompletionServer:
     try:
       await web.TCPSite(runner, self._config.host, self._config.port).start()
       if not is_loopback(self._config.host):
-        _log.warning("bound to %s, without authentication: whoever reaches it may use it", self._config.host)
+        _log.warning("bound to %s without authentication: everyone who reaches it can use it", self._config.host)
       yield runner.addresses[0][:2]
     finally:
-      self._completions.abort_all()  # or it would wait for all that is being written
+      self._completions.abort_all()  # cleanup would wait for running completions
       await runner.cleanup()
       await self._updates.close()
 
   async def until_broken(self) -> None:
-    """Returns never; raises what the engine fails with, if it does."""
+    """Never returns; raises the exception that ends the engine, if one does."""
     while True:
       self._completions.check()
       await asyncio.sleep(_CHECK_S)
 
   def application(self) -> web.Application:
-    """The routes."""
+    """Returns the application with its routes."""
     app = web.Application(middlewares=[_errors_as_json, self._known_clients_only])
     gets: Mapping[str, Handler] = {
       "/health": self._health,
@@ -157,16 +157,16 @@ class CompletionServer:
 
   @web.middleware
   async def _known_clients_only(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuses the requests of web pages: those that say so, and those that DNS rebinding sends here."""
+    """Rejects requests of web pages: those with an `Origin`, and those sent here by DNS rebinding."""
     if "Origin" in request.headers:
-      raise BadRequestError("requests of web pages are refused (they have an Origin).", status=403)
+      raise BadRequestError("requests of web pages (with an Origin header) are rejected.", status=403)
     hosts = request.headers.getall("Host", [])
     address = request.get_extra_info("sockname")
     if address is None or not self._hosts.accepts(hosts, address[1]):
       allowed = "localhost, 127.0.0.1 or [::1] with this server's port, or one of ServerConfig.allowed_hosts"
       raise BadRequestError(f"Host must be {allowed}; received {', '.join(hosts) or 'none':.200}.", status=403)
-    if not request.raw_path.startswith("/"):  # its own host would stand in for the one in the header
-      raise BadRequestError(f"the target must be a path; received {request.raw_path:.200}.")
+    if not request.raw_path.startswith("/"):  # a host in the target would override the one in the header
+      raise BadRequestError(f"the request target must be a path; received {request.raw_path:.200}.")
     return await handler(request)
 
   async def _health(self, request: web.Request) -> web.Response:
@@ -253,21 +253,22 @@ class CompletionServer:
     return prompt
 
   def _check_sampling(self, fields: RequestFields) -> None:
-    """What is compiled into the engine can only be asked for as it is."""
+    """Rejects sampling settings that differ from those compiled into the engine."""
     for name in ("temperature", "top_p"):
-      if fields.number(name, default=(fixed := getattr(self._completions.config, name))) != fixed:
-        raise BadRequestError(f"{name} must be {fixed}, which the server was started with.", field=name)
+      fixed = getattr(self._completions.config, name)
+      if (value := fields.number(name, default=fixed)) != fixed:
+        raise BadRequestError(f"{name} must be {fixed}, as set when the server started; received {value}.", field=name)
     stop_ids = fields.ids("stop_token_ids")
     if stop_ids and set(stop_ids) != self._completions.stop_ids:
-      allowed = f"{sorted(self._completions.stop_ids)}, which the server was started with"
+      allowed = f"{sorted(self._completions.stop_ids)}, as set when the server started"
       raise BadRequestError(f"stop_token_ids must be {allowed}; received {stop_ids!r:.80}.", field="stop_token_ids")
     if fields.boolean("ignore_eos") and not stop_ids:
-      raise BadRequestError("ignore_eos must come with stop_token_ids: the server's stop ids always end an answer.",
-                            field="ignore_eos")  # fmt: skip
+      message = "ignore_eos must come with stop_token_ids: the server's stop ids always end a completion."
+      raise BadRequestError(message, field="ignore_eos")
 
   async def _complete(self, prompt: list[int], max_tokens: int | None, seed: int | None, rid: str) -> Completion:
     if rid in self._jobs:
-      raise BadRequestError(f"a request of the name {rid} is running.", field="rid")
+      raise BadRequestError(f"a request with the id {rid} is already running.", field="rid")
     try:
       job = self._completions.submit(prompt, max_tokens=max_tokens or 0, seed=seed)
     except ValueError as error:
@@ -275,7 +276,7 @@ class CompletionServer:
     self._jobs[rid] = job
     try:
       return await asyncio.shield(asyncio.wrap_future(job.result))
-    except asyncio.CancelledError:  # the client is gone
+    except asyncio.CancelledError:  # the client has disconnected
       self._completions.abort(job)
       raise
     finally:
@@ -354,19 +355,19 @@ class CompletionServer:
   def _folder(self, path: str | None, field: str) -> pathlib.Path:
     root = self._config.weights_root
     if root is None:
-      raise BadRequestError("this server was started without a folder that weights may come from.", status=403)
+      raise BadRequestError("weights cannot be updated: the server was started without a weights_root.", status=403)
     if path is None:
       raise BadRequestError(f"{field} is required.", field=field)
     folder = (root / path.replace("\0", "?")).resolve()
     if not folder.is_relative_to(root.resolve()):
       raise BadRequestError(f"{field} must lie below {root}; received {path}.", field=field, status=403)
-    if not os.path.isdir(folder):  # unlike Path.is_dir, False where the name is too long
+    if not os.path.isdir(folder):  # unlike Path.is_dir, False (no error) if the name is too long
       raise BadRequestError(f"{field} must be a folder; received {path}.", field=field)
     return folder
 
 
 def _without_fields(handler: Handler, admission: Admission) -> Handler:
-  """A GET, which has no body to speak of."""
+  """Wraps the handler of a GET, whose body is ignored."""
 
   async def handle(request: web.Request) -> web.StreamResponse:
     async with admission.admit(request):
@@ -376,7 +377,7 @@ def _without_fields(handler: Handler, admission: Admission) -> Handler:
 
 
 def _with_fields(handler: FieldsHandler, admission: Admission) -> Handler:
-  """A POST, with the fields of its body."""
+  """Wraps the handler of a POST, which receives the fields of the body."""
 
   async def handle(request: web.Request) -> web.StreamResponse:
     async with admission.admit(request) as body:
@@ -387,7 +388,7 @@ def _with_fields(handler: FieldsHandler, admission: Admission) -> Handler:
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-  """Every refusal is JSON that names what is wrong; what is wrong here is logged, and not shown."""
+  """Turns errors into JSON responses. Rejections name the problem; errors of the server are logged and not shown."""
   field: str | None = None
   try:
     return await handler(request)
@@ -397,6 +398,6 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     status, message = error.status, f"{request.method} {request.path}: {error.reason}"
   except Exception as error:  # noqa: BLE001 (logged; one request must not end the server)
     _log.exception("%s %s failed", request.method, request.path)
-    status, message = 500, f"{type(error).__name__} in the server; its log says more."
+    status, message = 500, f"{type(error).__name__} in the server; see its log."
   body = {"error": {"message": message, "type": "invalid_request_error", "param": field, "code": status}}
   return web.json_response(body, status=status)

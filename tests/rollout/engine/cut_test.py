@@ -1,4 +1,4 @@
-"""Requests with a limit of their own, and episodes that are cut from outside."""
+"""Requests with their own token limit, and episodes ended by `Engine.cut`."""
 
 from __future__ import annotations
 

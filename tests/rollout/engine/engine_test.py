@@ -1,4 +1,4 @@
-"""The engine's episodes: turns, limits, refills, determinism, weights in flight, recomputed caches."""
+"""The engine's episodes: turns, limits, new episodes in free slots, determinism, weight updates, recomputed caches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_log_probs_are_true_across_turns_refills_and_slots():
     assert_logps_true(x, PARAMS)
     assert x.ended == ("terminal" if x.num_turns == 3 and x.tokens[-1] == STOP else "truncated")
     assert len(x.tokens) <= 48 and x.num_turns <= 4
-    # Rewards: one per answered action, on its last token, which is the stop token (the limit cuts the others).
+    # One reward per complete action, on its last token, the stop token; a limit truncates the others.
     assert (x.tokens[x.rewards != 0] == STOP).all()
     assert x.total_reward == (x.tokens[x.action_mask] == STOP).sum()
     assert (x.versions[x.action_mask] == 0).all() and (x.versions[~x.action_mask] == -1).all()
@@ -118,7 +118,7 @@ def test_weights_switch_mid_trajectory_deterministically():
   assert any(x.mixed_versions for x in done)
   for x in done:
     assert (np.diff(x.versions[x.action_mask]) >= 0).all()
-  # The cache was kept: some token was sampled with keys of older weights, which this policy marks.
+  # The cache was kept: some tokens were sampled with keys of older weights, which this policy marks.
   assert any((x.tokens[x.action_mask] == MARK).any() for x in done)
   assert e.counters["weight_updates"] > 2
 
@@ -134,7 +134,7 @@ def test_recompute_never_samples_from_a_cache_of_other_weights(env_workers):
   assert e.counters["cache_recomputes"] > 0
 
 
-def test_long_contexts_are_fed_in_pieces_between_chunks():
+def test_long_contexts_are_prefilled_in_pieces_between_chunks():
   class Long(Echo):
     def reset(self, task_index):
       super().reset(task_index)
@@ -177,7 +177,7 @@ def test_a_slow_environment_holds_up_only_its_own_slot():
       if len(order) == 11 - order.count(0):
         release.set()
   assert sorted(order) == list(range(12))
-  if 0 in order[:-1]:  # only if its first action was cut before it reached the environment
+  if 0 in order[:-1]:  # unless its first action was truncated before it reached the environment
     assert order.index(0) < 11
 
 
@@ -191,12 +191,12 @@ def test_turn_limit_keeps_the_last_reward():
     assert x.ended == "truncated" and x.total_reward == 0.5 and x.rewards[-1] == 0.25
 
 
-def test_an_action_without_an_end_is_cut_with_reward_zero():
+def test_an_action_without_an_end_is_truncated_with_reward_zero():
   params = make_params(0, stop_bias=-99.0)
 
   class Never(Echo):
     def step(self, action):
-      raise AssertionError("must not be asked")
+      raise AssertionError("must not be called")
 
   with engine(Never, max_action_tokens=7) as e:
     for x in e.generate(lambda _: (params, 3), requests(5)):
@@ -245,7 +245,7 @@ def test_lazy_requests_and_early_close():
     assert list(e.generate(fixed, [])) == []
 
 
-def test_run_takes_weights_in_flight_and_stops():
+def test_run_takes_new_weights_in_flight_and_stops():
   store = WeightStore()
   store.publish(PARAMS[0], 0)
   done, ids, version = [], itertools.count(), 0
@@ -257,7 +257,7 @@ def test_run_takes_weights_in_flight_and_stops():
       emit=done.append,
     )
     thread.start()
-    while version < 20:  # each is given the time to write something
+    while version < 20:  # each version gets the time to sample something
       tokens = e.counters["tokens_generated"]
       until(lambda tokens=tokens: thread.check() or e.counters["tokens_generated"] > tokens, every_s=0.001)
       version += 1

@@ -1,4 +1,4 @@
-"""Whatever environments do, the books balance; a real model's recorded log-probs are those of a full forward pass."""
+"""Invariants: counts and rewards balance for any environment; log-probs of a real model match a full forward pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sao_jax.types import Step
 from tests.rollout.engine.engine_test import PARAMS, config, requests
 from tests.rollout.fakes import MARK, POLICY, CharTokenizer, Echo, assert_logps_true
 
-_TURN = st.sampled_from(["go", "end", "cut", "raise", "nan", "flood"])
+_TURN = st.sampled_from(["go", "end", "truncate", "raise", "nan", "flood"])
 
 
 class Scripted:
-  """Plays the script of its task; remembers every reward that it gave to an episode that counted."""
+  """Environment that follows the script of its task, and records its rewards."""
 
   def __init__(self, scripts, rewards):
     self.scripts, self.rewards = scripts, rewards
@@ -43,8 +43,8 @@ class Scripted:
     return Step(
       observation="d" * (100 if kind == "flood" else observation),
       reward=float("nan") if kind == "nan" else reward,
-      done=last or kind in ("end", "cut"),
-      truncated=kind == "cut",
+      done=last or kind in ("end", "truncate"),
+      truncated=kind == "truncate",
     )
 
   def close(self):
@@ -66,7 +66,7 @@ class Scripted:
   prefix_rows=st.sampled_from([0, 1, 8]),
   num_streams=st.sampled_from([1, 2]),
 )
-def test_any_environments_keep_the_books(
+def test_counts_and_rewards_balance_for_any_environment(
   scripts, env_workers, recompute, every, num_episodes, prefix_rows, num_streams
 ):
   rewards = collections.defaultdict(list)
@@ -96,7 +96,7 @@ def test_any_environments_keep_the_books(
     assert x.num_turns <= 4 and len(x.tokens) <= 48
     assert (x.tokens[: scripts[x.task_index][0]] == 2).all()
     if recompute:
-      assert not (x.tokens[x.action_mask] == MARK).any()  # what it writes from a cache of other weights
+      assert not (x.tokens[x.action_mask] == MARK).any()  # sampled from a cache of other weights
       assert_logps_true(x, PARAMS)
   assert counters["prefix_tokens_saved"] == 0 or prefix_rows
   assert counters["swapped_in"] <= counters["swapped_out"] and (counters["swapped_out"] == 0 or num_episodes)
@@ -109,14 +109,14 @@ MODEL = ModelConfig(
 
 @pytest.fixture(scope="module")
 def real():
-  """A policy, weights of eight versions, and its full forward pass."""
+  """Returns a policy, weights of eight versions, and its full forward pass."""
   first = init_policy(MODEL, jax.random.key(0))
   params = [jax.tree.map(lambda x, i=i: x * (1.0 + 0.3 * i), first) for i in range(8)]
   return cached_policy(MODEL), params, jax.jit(policy_logits(MODEL))
 
 
 class _Shared(Echo):
-  """Prompts with a beginning in common, and answers that take a while."""
+  """Prompts with a shared prefix, and slow responses."""
 
   def reset(self, task_index):
     return "cdefghijklmnopqr" + super().reset(task_index)

@@ -1,4 +1,4 @@
-"""More live episodes than slots, shared beginnings of prompts, and caches keyed by policy version."""
+"""More live episodes than slots, shared prefixes of prompts, and caches keyed by policy version."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.rollout.fakes import MARK, Echo, assert_logps_true, log_softmax, make
 from tests.waiting import LONG_S
 
 SHARED = "cdefghijklmnopqrs" * 2
-"""A beginning of 34 tokens: two blocks and two tokens."""
+"""A prefix of 34 tokens: two blocks and two tokens."""
 
 
 class Slow(Echo):
-  """Prompts of 2 to 6 tokens, or of `SHARED` and so many; answers take a while, different ones a different while."""
+  """Prompts of 2 to 6 tokens, after `prefix`. Response times depend on the task."""
 
-  beginning = ""
+  prefix = ""
 
   def reset(self, task_index):
-    return self.beginning + super().reset(task_index)
+    return self.prefix + super().reset(task_index)
 
   def step(self, action):
     time.sleep(0.004 * (1 + self.task % 4))
@@ -32,7 +32,7 @@ class Slow(Echo):
 
 
 class SlowShared(Slow):
-  beginning = SHARED
+  prefix = SHARED
 
 
 def switching(chunk: int):
@@ -45,7 +45,7 @@ WIDE = {"num_slots": 9, "max_len": 96, "live_buckets": (96,)}
 
 
 def prefilled(trajectories) -> int:
-  """Tokens that are fed when every slot keeps what it holds: all that was not sampled, but for the last of a turn."""
+  """Counts the prefilled tokens without swapping: all that were not sampled, except for the last of each context."""
   return sum(int((~x.action_mask).sum()) - 1 for x in trajectories)
 
 
@@ -65,14 +65,14 @@ def test_more_episodes_than_slots_sample_the_same():
     done = list(e.generate(fixed, requests(18), seed=3))
     counters = e.counters
   assert same(want, done)
-  # Both ways of coming back were taken: short contexts are fed again, long ones copied.
+  # Both happened: short contexts were recomputed, long ones swapped in.
   assert 0 < counters["swapped_in"] < counters["swapped_out"]
   for x in done:
     assert_logps_true(x, PARAMS)
 
 
 def test_episodes_are_live_although_all_slots_are_taken():
-  """With one slot, nine environments are at work at the same time."""
+  """With one slot, nine environments run at the same time."""
   at_work, most = set(), [0]
   lock, all_in = threading.Lock(), threading.Event()
 
@@ -99,19 +99,19 @@ def shared_counts(**changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_streams": 3}, {"num_episodes": 15, "env_workers": 15}])
-def test_a_shared_beginning_is_fed_once_and_changes_no_number(changes):
+def test_a_shared_prefix_is_prefilled_once_and_changes_no_number(changes):
   want, whole = shared_counts(prefix_rows=0, **changes)
   done, counters = shared_counts(**changes)
   assert same(want, done)
   assert whole["prefix_tokens_saved"] == 0
-  # The first two prompts show what they share, and the second one's is kept.
+  # The first two prompts show the shared prefix, which is kept from the second on.
   assert counters["prefix_tokens_saved"] >= 13 * 2 * BLOCK
   if not changes.get("num_episodes"):
     assert counters["prefix_tokens_saved"] == 13 * 2 * BLOCK
     assert counters["prefill_tokens"] == prefilled(done) - 13 * 2 * BLOCK
 
 
-def test_a_shared_beginning_is_fed_once_per_version():
+def test_a_shared_prefix_is_prefilled_once_per_version():
   counts = []
   for every in (1000, 6):
     with engine(lambda: SlowShared(2), **{**WIDE, "num_slots": 3}) as e:
@@ -126,7 +126,7 @@ def test_a_shared_beginning_is_fed_once_per_version():
 @pytest.mark.parametrize("env", [Slow, SlowShared])
 @pytest.mark.parametrize("streams", [1, 2])
 def test_no_token_is_sampled_from_a_cache_of_another_version(env, streams):
-  """The policy writes MARK, and nothing else, when it reads an entry of other weights than its own."""
+  """The policy samples only MARK when it reads an entry of other weights than its own."""
   with engine(lambda: env(4), recompute_cache_on_update=True, num_streams=streams, **SETTINGS) as e:
     done = list(e.generate(switching, requests(24)))
     counters = e.counters
@@ -139,7 +139,7 @@ def test_no_token_is_sampled_from_a_cache_of_another_version(env, streams):
 
 
 STALE = {
-  "copied back": (KVCacheManager, "_stale", lambda self, sequence: False),
+  "swapped in": (KVCacheManager, "_stale", lambda self, sequence: False),
   "prefix": (PrefixStore, "get", lambda self, version, prefix: next(iter(self._rows.values()), None)),
 }
 
@@ -155,7 +155,7 @@ def test_the_test_above_would_notice(fault, monkeypatch):
   assert any((x.tokens[x.action_mask] == MARK).any() for x in done)
 
 
-def test_kept_caches_record_the_log_probs_really_used():
+def test_kept_caches_record_the_log_probs_that_were_used():
   with engine(lambda: SlowShared(4), **SETTINGS) as e:
     done = list(e.generate(switching, requests(24)))
     assert e.counters["cache_recomputes"] == 0 and e.counters["swapped_out"] > 0
@@ -173,7 +173,7 @@ def prompt(*pieces) -> np.ndarray:
   return np.concatenate([np.full(n, value, np.int32) for value, n in pieces])
 
 
-def test_prefix_store_finds_the_longest_and_forgets_the_oldest():
+def test_prefix_store_finds_the_longest_and_evicts_the_oldest():
   store = PrefixStore[str](2)
   store.note(prompt((1, 40), (2, 9)))
   assert store.match(prompt((1, 60))) is None
@@ -187,7 +187,7 @@ def test_prefix_store_finds_the_longest_and_forgets_the_oldest():
   assert len(longer) == 48
   store.put(5, longer, "five")
   assert store.get(4, system) is None and store.get(5, longer) == "five"
-  for value in (7, 8):  # two others: both are forgotten
+  for value in (7, 8):  # two others: both are evicted
     store.note(prompt((value, 20)))
     store.note(prompt((value, 20)))
   assert store.match(prompt((1, 60))) is None and store.get(5, longer) is None
@@ -202,7 +202,7 @@ def test_prefix_store_of_no_rows_remembers_nothing():
 
 
 @pytest.mark.parametrize("length", [2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1])
-def test_a_prompt_that_comes_again_as_it_is_is_shared_but_for_its_end(length):
+def test_a_repeated_prompt_is_shared_except_for_its_end(length):
   store = PrefixStore[str](2)
   again = np.arange(length, dtype=np.int32)
   store.note(again)
@@ -210,8 +210,8 @@ def test_a_prompt_that_comes_again_as_it_is_is_shared_but_for_its_end(length):
   assert len(store.match(again)) == (length - 1) // BLOCK * BLOCK
 
 
-def test_a_group_of_one_prompt_is_fed_once():
-  """Its length is a multiple of the blocks: what is shared ends a block before."""
+def test_the_prompt_of_a_group_is_prefilled_once():
+  """Its length is a multiple of the block, so the shared prefix is one block shorter."""
 
   class Same(Echo):
     def reset(self, task_index):

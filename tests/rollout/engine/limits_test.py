@@ -1,4 +1,4 @@
-"""Every limit truncates, and what is cut off is rewarded as `truncated_reward` says."""
+"""Every limit truncates the episode, and `truncated_reward` decides its reward."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ def test_each_limit_truncates_and_the_reward_policy_reaches_the_trajectory(name:
     assert before.ended == after.ended == "truncated"
     np.testing.assert_array_equal(before.tokens, after.tokens)
     np.testing.assert_array_equal(before.action_mask, after.action_mask)
-    answered = int((before.tokens[before.action_mask] == STOP).sum())
-    assert before.total_reward == (0.0 if make_env is Echo else 0.25 * answered)
+    complete_actions = int((before.tokens[before.action_mask] == STOP).sum())
+    assert before.total_reward == (0.0 if make_env is Echo else 0.25 * complete_actions)
     (where,) = np.flatnonzero(after.rewards)
     assert where == np.flatnonzero(after.action_mask)[-1] and after.total_reward == -1.5
-    assert after.success == (make_env is OutOfTime)  # what the environment says of success stands
+    assert after.success == (make_env is OutOfTime)  # the success that the environment reports is kept
 
 
-def test_what_really_ended_keeps_its_reward() -> None:
+def test_a_terminal_episode_keeps_its_reward() -> None:
   done = run(lambda: Echo(1, reward=0.25), SHORT, truncated_reward=-1.5)
   assert {(x.ended, x.total_reward) for x in done} == {("terminal", 0.25)}
 
 
-def test_zero_is_a_reward_of_its_own() -> None:
+def test_a_truncated_reward_of_zero_is_not_none() -> None:
   done = run(lambda: Echo(99, reward=0.25), SHORT, max_turns=2, truncated_reward=0.0)
   assert {(x.ended, x.total_reward, x.success) for x in done} == {("truncated", 0.0, False)}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_refused(value: float) -> None:
+def test_a_truncated_reward_that_is_not_finite_is_rejected(value: float) -> None:
   with pytest.raises(ValueError, match="truncated_reward"):
     EngineConfig(truncated_reward=value)

@@ -1,4 +1,4 @@
-"""Cutting contexts into prefill calls: everything is fed once, in order, in allowed shapes, and cheaply."""
+"""Prefill planning: every token is prefilled once, in order, in allowed shapes, at the lowest cost."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ CONTEXTS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90)), max_size=
 
 
 @hypothesis.given(contexts=CONTEXTS, rows=SIZES, widths=SIZES)
-def test_every_token_is_fed_once_in_order(contexts, rows, widths):
+def test_every_token_is_prefilled_once_in_order(contexts, rows, widths):
   starts, lengths = [x[0] for x in contexts], [x[1] for x in contexts]
-  fed = [0] * len(contexts)
+  prefilled = [0] * len(contexts)
   ended = [False] * len(contexts)
   for call in plan_calls(starts, lengths, rows=rows, widths=widths):
     assert call.num_rows in rows and call.width in widths
     assert 0 < len(call.pieces) <= call.num_rows
     for piece in call.pieces:
-      assert piece.size <= call.width and piece.offset == fed[piece.context] and not ended[piece.context]
-      fed[piece.context] += piece.size
+      assert piece.size <= call.width and piece.offset == prefilled[piece.context] and not ended[piece.context]
+      prefilled[piece.context] += piece.size
       ended[piece.context] = piece.last
-  assert fed == lengths
-  assert all(ended)  # also those of which nothing had to be fed
+  assert prefilled == lengths
+  assert all(ended)  # also contexts without tokens to prefill
 
 
 @hypothesis.given(contexts=CONTEXTS.filter(bool), rows=SIZES, widths=SIZES)
@@ -55,6 +55,6 @@ def test_short_observations_share_a_call_of_narrow_rows():
   ]
 
 
-def test_a_long_prompt_takes_wide_rows():
+def test_a_long_prompt_gets_wide_rows():
   (call,) = plan_calls([0], [64], rows=(1, 4), widths=(16, 64))
   assert call == PrefillCall(1, 64, [Piece(0, 0, 64, last=True)])

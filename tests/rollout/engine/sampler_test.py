@@ -58,9 +58,9 @@ def test_noise_is_a_function_of_episode_and_position():
   key = jax.random.key(0)
   slot_noise = jax.jit(sampler.slot_noise, static_argnames="steps")
   noise = slot_noise(key, jnp.array([7, 8, 9]), jnp.array([3, 3, 10]), steps=4)
-  moved = slot_noise(key, jnp.array([9, 7]), jnp.array([11, 5]), steps=2)
-  np.testing.assert_array_equal(noise[1:3, 2], moved[:, 0])
-  np.testing.assert_array_equal(noise[2:4, 0], moved[:, 1])
+  other = slot_noise(key, jnp.array([9, 7]), jnp.array([11, 5]), steps=2)
+  np.testing.assert_array_equal(noise[1:3, 2], other[:, 0])
+  np.testing.assert_array_equal(noise[2:4, 0], other[:, 1])
   assert len(np.unique(noise)) == 12
   assert not np.isin(slot_noise(jax.random.key(1), jnp.array([7]), jnp.array([3]), steps=4), noise).any()
 
@@ -79,7 +79,7 @@ def test_hot_loop_has_no_implicit_transfer_and_donates():
   params, key = jax.device_put(make_params(0, stop_bias=-20)), jax.random.key(0)
   cache = made._streams[0].cache["tokens"]
   for i in range(3):
-    with jax.transfer_guard("disallow" if i else "allow"):  # compiling may move constants
+    with jax.transfer_guard("disallow" if i else "allow"):  # compilation may transfer constants
       made.prefill(params, [row(0, [3, 4, 5]), row(2, [6])], num_rows=2, width=4, live_len=16)
       chunk = made.fetch(made.decode(params, key, stream=0, live_lens=(16,)))
   assert cache.is_deleted()
@@ -88,7 +88,7 @@ def test_hot_loop_has_no_implicit_transfer_and_donates():
 
 
 def test_every_program_over_several_devices_starts_in_its_turn(monkeypatch):
-  """Two threads that start programs with collectives in different orders on different devices wait for ever."""
+  """Threads that start programs with collectives in different orders would wait for each other for ever."""
   turn, started = threading.RLock(), set()
 
   def in_turn(name, program):
@@ -108,7 +108,7 @@ def test_every_program_over_several_devices_starts_in_its_turn(monkeypatch):
   params = jax.device_put(make_params(0), whole)
   made.prefill(params, [row(0, [3, 4])], num_rows=1, width=4, live_len=8)
   made.fetch(made.decode(params, jax.random.key(0), stream=0, live_lens=(8,)))
-  made.restore(1, made.save(0, to_host=False))
+  made.write_row(1, made.read_row(0, to_host=False))
   assert started == programs.keys()
 
 
@@ -124,7 +124,7 @@ def test_budget_and_stop_end_a_slot_inside_the_chunk():
   chunk = made.fetch(made.decode(always, jax.random.key(0), stream=0, live_lens=(32,)))
   np.testing.assert_array_equal(chunk.num_sampled, [0, 1, 0])
   assert chunk.tokens[0, 1] == STOP
-  # Early exit: after the one step nothing was written any more.
+  # Early exit: nothing was sampled after the first step.
   assert (chunk.tokens[1:] == 0).all() and (chunk.logp[1:] == 0).all()
 
 
@@ -141,7 +141,7 @@ def test_logp_is_of_the_tempered_distribution(temperature):
 
 
 def nucleus_oracle(logits: np.ndarray, top_p: float) -> np.ndarray:
-  """The truncated distribution in float64, from its definition; None where rounding decides who is in."""
+  """Returns the truncated distribution in float64, from its definition; NaN if rounding decides its tokens."""
   p = np.exp(logits.astype(np.float64) - logits.max())
   p /= p.sum()
   before = np.array([p[p > x].sum() for x in p])
@@ -160,7 +160,7 @@ _nucleus = jax.jit(nucleus, static_argnames="top_p")
   top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.95]),
   ties=st.booleans(),
 )
-def test_nucleus_is_that_of_its_definition(seed, scale, top_p, ties):
+def test_nucleus_matches_its_definition(seed, scale, top_p, ties):
   rng = np.random.default_rng(seed)
   logits = (rng.normal(size=(4, 37)) * scale).astype(np.float32)
   if ties:
@@ -184,7 +184,7 @@ def test_nucleus_of_a_row_with_ties(top_p, left):
 
 @pytest.mark.parametrize("top_p", [0.3, 0.8])
 def test_top_p_samples_the_truncated_distribution_and_records_its_log_probs(top_p):
-  """PITFALL 9, at a temperature: the behaviour's log-probs are those of what was really sampled from."""
+  """PITFALL 9, with a temperature: behaviour log-probs are those of the distribution that was sampled from."""
   params = make_params(0)
   params["table"] = jnp.broadcast_to(params["table"][:1].at[:, STOP].set(-99.0), params["table"].shape)
   made = make_sampler(0.7, chunk_steps=24, top_p=top_p)
@@ -194,13 +194,13 @@ def test_top_p_samples_the_truncated_distribution_and_records_its_log_probs(top_
   expected = nucleus_oracle(np.asarray(params["table"][0]) / 0.7, top_p)
   assert 1 < (expected > 0).sum() < expected.size - 1
   np.testing.assert_allclose(np.exp(chunk.logp), expected[chunk.tokens], rtol=1e-5)
-  # 72 tokens: each that is left has its turn in about the share that it should.
+  # Over 72 tokens, the frequency of each token is close to its probability.
   shares = np.bincount(chunk.tokens.ravel(), minlength=expected.size) / chunk.tokens.size
   assert abs(shares - expected).max() < 4 * np.sqrt(0.25 / chunk.tokens.size)
 
 
 def test_a_whole_distribution_is_not_sorted():
-  """Nothing of top-p is in the program where it is 1."""
+  """With top_p = 1 the program has no trace of it."""
   made = make_sampler()
   arguments = (make_params(0), made._streams[0].cache, made._streams[0].state, jax.random.key(0))
 

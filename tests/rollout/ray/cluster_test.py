@@ -1,4 +1,4 @@
-"""Engines in Ray actors, on a real Ray cluster of this machine: actors die and hang, driver and head are killed."""
+"""Engines in Ray workers, on a real Ray cluster of this machine: workers die and hang, driver and head are killed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ ROOT = pathlib.Path(__file__).parents[3]
 BALLAST = 8 * 2**20
 PARAMS = {v: {**make_params(v), "ballast": jnp.full(BALLAST // 4, v, jnp.float32)} for v in range(12)}
 ENOUGH = 50_000
-"""Episodes for any time that an engine may need to start."""
+"""More episodes than engines finish while another engine starts."""
 WAITS = 3_000
-"""Of 0.1 s."""
+"""Number of waits of 0.1 s."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,11 +112,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
     if condition():
       return
     time.sleep(0.1)
-  raise AssertionError("it did not come true")
+  raise AssertionError("the condition did not become true")
 
 
 def process_of(trajectory: Trajectory) -> int | None:
-  """The process of the engine that ran it, as its environment says; none if it was cut off."""
+  """Returns the process id of the engine that ran it, from its reward; None if it was truncated."""
   return round(trajectory.total_reward * 4096) or None
 
 
@@ -130,14 +130,14 @@ def assert_gone(pids: set[int]) -> None:
 
 
 def bytes_in_store() -> float:
-  """As the scheduler sees it, which is about a second late."""
+  """Bytes in the object store as Ray's scheduler sees it, about a second late."""
   return ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
 
 
 def test_two_engines_sample_what_the_embedded_one_does():
   with running(cluster_engines.make_engine, 32) as run:
     todo, run.waiting = run.waiting, []
-    wait_until(lambda: run.thread.check() or sum(bool(x.place) for x in run.cluster._engines) == 2)
+    wait_until(lambda: run.thread.check() or sum(bool(x.location) for x in run.cluster._engines) == 2)
     run.waiting = todo  # before, the first one up could have taken all
     done = by_id(run.take(32))
     counters = run.cluster.counters
@@ -255,7 +255,7 @@ def test_engines_that_keep_dying_end_the_run():
 def test_a_cluster_without_room_says_so():
   run = Run(cluster_engines.make_engine, 5, num_engines=1, num_cpus=64.0, start_timeout_s=0.5)
   text = error_of(run, TimeoutError)
-  assert "engine 0 of 1 was not up" in text and "num_cpus = 64.0" in text and "'CPU': 2.0" in text
+  assert "engine 0 of 1 did not start" in text and "num_cpus = 64.0" in text and "'CPU': 2.0" in text
 
 
 DRIVER = """
@@ -322,6 +322,6 @@ def test_a_head_that_is_killed_ends_the_run_before_ray_ends_the_process():
     ({"num_engines": 0}, "num_engines must be >= 1 for a cluster; received 0"),
   ],
 )
-def test_bad_settings_are_refused(changes, message):
+def test_bad_settings(changes, message):
   with pytest.raises(ValueError, match=message):
     Run(cluster_engines.make_engine, 1, **changes)

@@ -21,12 +21,12 @@ class FakeRay:
   def __init__(self, *outcomes: BaseException | threading.Event | None, head: str = "127.0.0.1:1"):
     self._outcomes = list(outcomes)
     self._head = head
-    self.asked: list[str] = []
+    self.addresses: list[str] = []
     self.shutdowns = 0
     self.up = False
 
   def init(self, *, address: str, include_dashboard: bool, logging_level: int) -> None:
-    self.asked.append(address)
+    self.addresses.append(address)
     outcome = self._outcomes.pop(0)
     if isinstance(outcome, BaseException):
       raise outcome
@@ -50,7 +50,7 @@ class FakeRay:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(connection, "_FIRST_WAIT_S", 0.01)
-  monkeypatch.setattr(connection, "_LOOK_EVERY_S", 0.0)
+  monkeypatch.setattr(connection, "_CHECK_EVERY_S", 0.0)
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, ray: FakeRay, **config: object) -> RayConnection:
@@ -62,20 +62,20 @@ BUSY = Exception("The current node timed out during startup.")
 NOBODY = ConnectionError("Could not find any running Ray instance.")
 
 
-def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
   handler = signal.getsignal(signal.SIGTERM)
   ray = FakeRay(BUSY, BUSY, None)
   connection = connect(monkeypatch, ray, address="local")
-  assert ray.asked == ["local"] * 3 and ray.shutdowns == 2 and ray.up
+  assert ray.addresses == ["local"] * 3 and ray.shutdowns == 2 and ray.up
   assert signal.getsignal(signal.SIGTERM) == handler
   connection.close()
   assert not ray.up
 
 
-def test_failures_are_bounded_and_the_last_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_are_bounded_and_the_error_names_the_last_failure(monkeypatch: pytest.MonkeyPatch) -> None:
   ray = FakeRay(BUSY, BUSY, BUSY)
   message = (
-    r"not there after 3 attempts .*connect_timeout_s = 180\.0, ClusterConfig\.address = 'local': The current node"
+    r"connect to Ray after 3 attempts .*connect_timeout_s = 180\.0, ClusterConfig\.address = 'local': The current node"
   )
   with pytest.raises(ConnectionError, match=message):
     connect(monkeypatch, ray, address="local")
@@ -83,9 +83,9 @@ def test_failures_are_bounded_and_the_last_one_is_told(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:6379", None])
-def test_something_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
+def test_a_hanging_connection_is_abandoned(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
   release = threading.Event()
-  with pytest.raises(ConnectionError, match="does not answer as Ray does"):
+  with pytest.raises(ConnectionError, match="the server at this address is not Ray"):
     connect(monkeypatch, FakeRay(release), address=address, connect_timeout_s=0.2)
   release.set()
 
@@ -94,23 +94,23 @@ def test_without_an_address_a_running_ray_is_joined_and_else_one_is_started(monk
   joined, started = FakeRay(None), FakeRay(NOBODY, None)
   for ray in (joined, started):
     connect(monkeypatch, ray)
-  assert joined.asked == ["auto"] and started.asked == ["auto", "local"]
+  assert joined.addresses == ["auto"] and started.addresses == ["auto", "local"]
   with pytest.raises(ConnectionError, match="Could not find"):
     connect(monkeypatch, FakeRay(NOBODY, NOBODY, NOBODY), address="10.0.0.1:6379")
 
 
-def test_a_bad_address_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_address_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
   ray = FakeRay(ValueError("port must be a number"))
   with pytest.raises(ValueError, match="port must be a number"):
     connect(monkeypatch, ray, address="x:y")
-  assert len(ray.asked) == 1
+  assert len(ray.addresses) == 1
 
 
 def test_a_ray_of_the_process_is_used_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
   ray = FakeRay()
   ray.up = True
   connect(monkeypatch, ray).close()
-  assert ray.up and ray.asked == []
+  assert ray.up and ray.addresses == []
 
 
 def test_a_head_that_comes_back_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_head_that_comes_back_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> 
     connection.check(1.0)
   for _ in range(3):
     connection.check(1.0)
-  with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port}, was out of reach .*head_timeout_s = 3\.0"):
+  with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port}, was unreachable for .*head_timeout_s = 3\.0"):
     connection.check(1.0)
   connection.close()
   assert not ray.up

@@ -1,4 +1,4 @@
-"""Weight updates that abort requests which a server has not begun."""
+"""Weight updates that abort requests before their first token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import LONG_S, until
 PROMPT = [5, 6, 7]
 GOOD = {"sglang": good_sglang, "vllm": good_vllm}
 REASON = {"type": "abort", "message": "Abort in waiting queue"}
-UNWRITTEN = {
+EMPTY = {
   "sglang-whole": {"text": "", "output_ids": [], "meta_info": {"finish_reason": REASON, "output_token_logprobs": []}},
   "sglang-no ids": {"text": "", "meta_info": {"finish_reason": REASON, "prompt_tokens": 0, "completion_tokens": 0}},
   "sglang-no meta": {"text": "", "output_ids": [], "meta_info": None},
@@ -36,16 +36,16 @@ def no_long_waits(monkeypatch):
 
 
 class Queueing(FakeServer):
-  """Holds request n, if `held(n)`, until the n-th update after the first, and answers it with `unwritten` then."""
+  """Holds request n, if `held(n)`, until the n-th update after the first, and then responds with `empty`."""
 
-  def __init__(self, protocol, unwritten, held):
+  def __init__(self, protocol, empty, held):
     self.pauses = 0
 
     def respond(count, body, label):
       if not held(count):
         return 200, GOOD[protocol](body, label)
       until(lambda: self.pauses > count)
-      return 200, unwritten
+      return 200, empty
 
     super().__init__(respond)
 
@@ -63,61 +63,61 @@ def client_of(url, folder, protocol, attempts=3):
 
 async def updated_while_it_waits(fake, client, folder, updates):
   """A request that is in the server's queue during so many updates."""
-  await client.publish(folder, 0)
-  asked = asyncio.create_task(client.generate(PROMPT, max_tokens=4, seed=1))
+  await client.update_weights(folder, 0)
+  running = asyncio.create_task(client.generate(PROMPT, max_tokens=4, seed=1))
   try:
     for version in range(1, updates + 1):
-      await asyncio.to_thread(until, lambda version=version: len(fake.asked) == version)
-      await client.publish(folder, version)
-    return await asyncio.wait_for(asked, LONG_S)
+      await asyncio.to_thread(until, lambda version=version: len(fake.requests) == version)
+      await client.update_weights(folder, version)
+    return await asyncio.wait_for(running, LONG_S)
   finally:
-    asked.cancel()
+    running.cancel()
     await client.close()
 
 
-@pytest.mark.parametrize("case", UNWRITTEN)
-def test_a_request_that_an_update_aborts_unbegun_is_sent_again(case, tmp_path):
+@pytest.mark.parametrize("case", EMPTY)
+def test_a_request_that_an_update_aborts_before_its_first_token_is_sent_again(case, tmp_path):
   protocol = case.partition("-")[0]
-  with Queueing(protocol, UNWRITTEN[case], lambda count: count <= 5) as fake:
+  with Queueing(protocol, EMPTY[case], lambda count: count <= 5) as fake:
     client = client_of(fake.url, tmp_path, protocol)
     done, version = asyncio.run(updated_while_it_waits(fake, client, tmp_path, updates=5))
     assert (done.tokens.tolist(), done.logp.tolist(), done.finish, version) == ([3, STOP], [-0.5, -0.25], "stop", 5)
-    assert len(fake.asked) == 6 and all(x == fake.asked[0] for x in fake.asked)
+    assert len(fake.requests) == 6 and all(x == fake.requests[0] for x in fake.requests)
     assert client.counts["failed_attempts"] == 0  # more updates than attempts, and none counts as a failure
 
 
-@pytest.mark.parametrize("case", UNWRITTEN)
-def test_a_request_that_every_update_aborts_fails_its_episode_in_the_end(case, tmp_path, monkeypatch):
-  monkeypatch.setattr(server_client, "_MAX_UNWRITTEN", 4)
+@pytest.mark.parametrize("case", EMPTY)
+def test_a_request_that_every_update_aborts_fails_its_episode(case, tmp_path, monkeypatch):
+  monkeypatch.setattr(server_client, "_MAX_EMPTY", 4)
   protocol = case.partition("-")[0]
-  with Queueing(protocol, UNWRITTEN[case], lambda count: True) as fake:
+  with Queueing(protocol, EMPTY[case], lambda count: True) as fake:
     client = client_of(fake.url, tmp_path, protocol)
     with pytest.raises(EpisodeFailure, match="4 weight updates in a row aborted the request before") as caught:
       asyncio.run(updated_while_it_waits(fake, client, tmp_path, updates=4))
-    assert caught.value.kind == "aborted" and len(fake.asked) == 4
+    assert caught.value.kind == "aborted" and len(fake.requests) == 4
 
 
-@pytest.mark.parametrize("case", UNWRITTEN)
-def test_without_an_update_an_empty_answer_is_a_failure(case, tmp_path):
+@pytest.mark.parametrize("case", EMPTY)
+def test_without_an_update_an_empty_response_is_a_failure(case, tmp_path):
   protocol = case.partition("-")[0]
 
   async def run(client):
-    await client.publish(tmp_path, 0)
+    await client.update_weights(tmp_path, 0)
     try:
       await client.generate(PROMPT, max_tokens=4, seed=1)
     finally:
       await client.close()
 
-  error, asked = (EpisodeFailure, 1) if case.endswith(("no meta", "no choice")) else (ServerError, 3)
-  message = "neither tokens nor a finish reason" if asked == 1 else "3 times in a row.* the server aborted"
-  with FakeServer(lambda *_: (200, UNWRITTEN[case])) as fake:
+  error, num_requests = (EpisodeFailure, 1) if case.endswith(("no meta", "no choice")) else (ServerError, 3)
+  message = "neither tokens nor a finish reason" if num_requests == 1 else "3 times in a row.* the server aborted"
+  with FakeServer(lambda *_: (200, EMPTY[case])) as fake:
     with pytest.raises(error, match=message):
       asyncio.run(run(client_of(fake.url, tmp_path, protocol)))
-    assert len(fake.asked) == asked
+    assert len(fake.requests) == num_requests
 
 
 @pytest.mark.parametrize("protocol", ["sglang", "vllm"])
-def test_this_librarys_server_aborts_what_waits_and_is_asked_again(protocol, tmp_path):
+def test_this_librarys_server_aborts_waiting_requests_and_receives_them_again(protocol, tmp_path):
   made = Completions(
     model=POLICY, params=make_params(0), label="default", vocab_size=VOCAB, stop_ids=(STOP,), config=ENGINE
   )
@@ -126,12 +126,12 @@ def test_this_librarys_server_aborts_what_waits_and_is_asked_again(protocol, tmp
 
   async def run(url):
     client = client_of(url, tmp_path, protocol)
-    await client.publish(tmp_path / "0", 0)
+    await client.update_weights(tmp_path / "0", 0)
     assert (await asyncio.to_thread(call, f"{url}/pause?mode=wait", {}))[0] == 200
-    asked = asyncio.create_task(client.generate(PROMPT, max_tokens=4, seed=1))
+    running = asyncio.create_task(client.generate(PROMPT, max_tokens=4, seed=1))
     await asyncio.to_thread(until, lambda: made.outstanding)
-    await client.publish(tmp_path / "1", 1)
-    done, version = await asyncio.wait_for(asked, LONG_S)
+    await client.update_weights(tmp_path / "1", 1)
+    done, version = await asyncio.wait_for(running, LONG_S)
     await client.close()
     assert done.tokens.size and version == 1 and client.counts["failed_attempts"] == 0
 

@@ -121,7 +121,7 @@ def test_weights_change_within_a_trajectory(url, root, protocol):
       thread.check()
       time.sleep(0.02)
       counters = engine.counters
-      # An answer during which weights change twice is asked for again: each version gets the time to write one.
+      # A request during which weights change twice is sent again, so each version gets the time for a response.
       if version < 39 and counters["weight_updates"] == version and counters["tokens_generated"] > tokens:
         version, tokens = version + 1, counters["tokens_generated"]
         store.publish(PARAMS[version], version)
@@ -168,7 +168,7 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path):
   killed = threading.Event()
 
   class LastOnesWait(Echo):
-    """Two of the first eight episodes begin after the server's death, or all could have ended before it."""
+    """Two of the first eight episodes start only after the server was killed, so that not all can end before."""
 
     def reset(self, task_index):
       assert task_index not in (6, 7) or killed.wait(LONG_S)
@@ -196,7 +196,7 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path):
       max_len=64,
       live_buckets=(64,),
     ) as engine:
-      # The restarted server would have the checkpoint's weights, not these.
+      # The restarted server has the checkpoint's weights, not these.
       episodes = engine.generate(lambda _: (versions[1], 1), requests(16))
       done += itertools.islice(episodes, 3)
       server.kill()
@@ -220,11 +220,11 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path):
 
 
 class FakeServer:
-  """Answers as its `respond(path, body)` says: (status, JSON or bytes), or None for a broken connection."""
+  """Server whose `respond(count, body, label)` returns (status, JSON or bytes), or None for a broken connection."""
 
   def __init__(self, respond):
     fake = self
-    self.asked = []
+    self.requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
       protocol_version = "HTTP/1.1"
@@ -247,22 +247,22 @@ class FakeServer:
   def serve(self, handler, body):
     path = handler.path
     if path in ("/model_info", "/weight_info"):
-      answer = 200, {"weight_version": self._label}
+      response = 200, {"weight_version": self._label}
     elif path in ("/update_weights_from_disk", "/update_weight_version"):
       self._label = body.get("weight_version") or body["new_version"]
-      answer = 200, {}
+      response = 200, {}
     elif path in ("/generate", "/v1/completions"):
-      self.asked.append(body)
-      answer = self._respond(len(self.asked), body, self._label)
+      self.requests.append(body)
+      response = self._respond(len(self.requests), body, self._label)
     else:
-      answer = 200, {}
-    if answer is None:
+      response = 200, {}
+    if response is None:
       handler.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"text": ')
       handler.close_connection = True
       return
-    status, content = answer
+    status, content = response
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    with contextlib.suppress(OSError):  # the client may have given up
+    with contextlib.suppress(OSError):  # the client may have disconnected
       handler.send_response(status)
       handler.send_header("Content-Length", str(len(data)))
       handler.end_headers()
@@ -295,11 +295,11 @@ def good_vllm(body, label):
 
 
 def meta(**changes):
-  return lambda answer: answer["meta_info"].update(changes)
+  return lambda response: response["meta_info"].update(changes)
 
 
 def choice(**changes):
-  return lambda answer: answer["choices"][0].update(changes)
+  return lambda response: response["choices"][0].update(changes)
 
 
 def logprobs(*values):
@@ -308,14 +308,14 @@ def logprobs(*values):
 
 MALFORMED = {
   "no_logprobs": (meta(output_token_logprobs=None), "2 tokens and no log-probs"),
-  "fewer_logprobs": (logprobs(-0.5), "2 tokens and 1 log-probs"),
+  "fewer_logprobs": (logprobs(-0.5), "2 tokens, 1 log-probs"),
   "nan": (logprobs(-0.5, float("nan")), "finite and <= 0; received [nan]"),
   "inf": (logprobs(-float("inf"), -1.0), "finite and <= 0; received [-inf]"),
   "overflow": (logprobs(-1e300, -1.0), "finite and <= 0; received [-1e+300]"),
   "positive": (logprobs(0.001, -1.0), "finite and <= 0; received [0.001]"),
   "null": (logprobs(None, -1.0), "finite and <= 0; received [None]"),
   "text": (logprobs("-0.5", -1.0), "finite and <= 0"),
-  "other_ids": (meta(output_token_logprobs=[[-0.5, 4, None], [-1.0, STOP, None]]), "name different tokens"),
+  "other_ids": (meta(output_token_logprobs=[[-0.5, 4, None], [-1.0, STOP, None]]), "must have the same token ids"),
   "not_triples": (meta(output_token_logprobs=[-0.5, -1.0]), "a list of [log-prob, id, text]"),
   "id_too_large": (lambda a: a.update(output_ids=[3, 20]), "ids must be in [0, 20); received [20]"),
   "id_negative": (lambda a: a.update(output_ids=[-1, STOP]), "received [-1]"),
@@ -332,28 +332,28 @@ MALFORMED = {
   "too_many": (lambda a: (a.update(output_ids=[3] * 21), meta(output_token_logprobs=[[-1, 3, 0]] * 21)(a)),
                "must have 1 to 20 tokens; received 21"),
   "reason": (meta(finish_reason={"type": "magic"}), "finish reason must be stop, length or abort; received 'magic'"),
-  "other_prompt": (meta(prompt_tokens=999), "answered a prompt of 999 tokens"),
+  "other_prompt": (meta(prompt_tokens=999), "as sent; received 999"),
   "no_version": (meta(weight_version=None), "weight_version must be a str; received nothing"),
   "no_meta": (lambda a: a.pop("meta_info"), "meta_info must be a dict"),
   "vllm_no_logprobs": (choice(logprobs=None), "2 tokens and no log-probs"),
-  "vllm_fewer": (choice(logprobs={"token_logprobs": [-1.0]}), "2 tokens and 1 log-probs"),
+  "vllm_fewer": (choice(logprobs={"token_logprobs": [-1.0]}), "2 tokens, 1 log-probs"),
   "vllm_nan": (choice(logprobs={"token_logprobs": [-1.0, float("nan")]}), "received [nan]"),
   "vllm_no_ids": (choice(token_ids=None), "token_ids must be a list; received nothing"),
-  "vllm_other_prompt": (choice(prompt_token_ids=[1, 2]), "answered another prompt, of 2 tokens"),
+  "vllm_other_prompt": (choice(prompt_token_ids=[1, 2]), "ids sent; received 2 other ids"),
   "vllm_two": (lambda a: a.update(choices=a["choices"] * 2), "one choice; received 2"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_a_malformed_answer_is_refused_and_named(root, case, caplog):
+def test_a_malformed_response_is_rejected_with_a_message(root, case, caplog):
   spoil, message = MALFORMED[case]
   protocol, good = ("vllm", good_vllm) if case.startswith("vllm") else ("sglang", good_sglang)
 
   def respond(count, body, label):
-    answer = good(body, label)
+    response = good(body, label)
     if count == 2:
-      spoil(answer)
-    return 200, answer
+      spoil(response)
+    return 200, response
 
   with FakeServer(respond) as fake, remote(fake.url, root, protocol=protocol, num_slots=1) as engine:
     with caplog.at_level(logging.WARNING):
@@ -376,7 +376,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("case", PASSING)
-def test_what_may_pass_is_tried_again_then_the_run_ends(root, case):
+def test_passing_errors_are_retried_and_then_end_the_run(root, case):
   healthy = threading.Event()
 
   def respond(count, body, label):
@@ -391,7 +391,8 @@ def test_what_may_pass_is_tried_again_then_the_run_ends(root, case):
   with FakeServer(respond) as fake, remote(fake.url, root, attempts=3, timeout_s=timeout_s, num_slots=1) as engine:
     done = list(engine.generate(fixed, requests(3)))
     assert sorted(x.episode_id for x in done) == [0, 1, 2] and engine.counters["failed_attempts"] == 2
-    assert [x["input_ids"] for x in fake.asked[1:4]] == [fake.asked[1]["input_ids"]] * 3  # nothing was written twice
+    # The same request was sent again.
+    assert [x["input_ids"] for x in fake.requests[1:4]] == [fake.requests[1]["input_ids"]] * 3
     for x in done:
       assert x.num_turns == 2 and (x.behavior_logp[x.action_mask] == [-0.5, -0.25] * 2).all()
     broken = True
@@ -401,21 +402,21 @@ def test_what_may_pass_is_tried_again_then_the_run_ends(root, case):
 
 
 class Forgetful(FakeServer):
-  """Loses its weights, and refuses new ones, while `ill`; counts requests that it refuses."""
+  """Server that, while `ill`, loses its weights and rejects new ones; counts its rejections."""
 
-  ill, refused = False, 0
+  ill, rejected = False, 0
 
   def serve(self, handler, body):
     if self.ill:
       self._label = "default"
       if handler.path == "/update_weights_from_disk":
-        self.refused += 1
-        handler.path = "/refused"
+        self.rejected += 1
+        handler.path = "/rejected"
         return handler.send_error(503)
     return super().serve(handler, body)
 
 
-def test_after_an_update_that_failed_the_next_call_goes_on(root):
+def test_the_next_call_repeats_an_update_that_failed(root):
   respond = lambda count, body, label: (200, good_sglang(body, label))  # noqa: E731
   with Forgetful(respond) as fake, remote(fake.url, root, attempts=3, num_slots=2) as engine:
     assert len(list(engine.generate(fixed, requests(3)))) == 3
@@ -426,7 +427,7 @@ def test_after_an_update_that_failed_the_next_call_goes_on(root):
     assert len(list(engine.generate(fixed, requests(3)))) == 3
 
 
-def test_a_run_that_is_stopped_during_an_update_does_not_hold_up_the_next_call(root):
+def test_a_run_that_is_stopped_during_an_update_does_not_block_the_next_call(root):
   respond = lambda count, body, label: (200, good_sglang(body, label))  # noqa: E731
   with Forgetful(respond) as fake, remote(fake.url, root, attempts=1000, num_slots=2) as engine:
     store, numbers = WeightStore(), itertools.count()
@@ -436,15 +437,15 @@ def test_a_run_that_is_stopped_during_an_update_does_not_hold_up_the_next_call(r
       emit=lambda _: setattr(fake, "ill", True),
     )  # fmt: skip
     thread.start()
-    until(lambda: fake.refused)
+    until(lambda: fake.rejected)
     thread.stop()
     fake.ill = False
     assert len(list(engine.generate(store, requests(3)))) == 3
 
 
 @pytest.mark.parametrize("path", ["/generate", "/update_weights_from_disk"])
-def test_an_endless_answer_is_cut_off(root, path, monkeypatch):
-  monkeypatch.setattr(client, "_MAX_ANSWER_BYTES", 100_000)
+def test_an_endless_response_is_rejected(root, path, monkeypatch):
+  monkeypatch.setattr(client, "_MAX_RESPONSE_BYTES", 100_000)
 
   class Endless(FakeServer):
     def serve(self, handler, body):
@@ -473,20 +474,20 @@ def test_the_same_weights_under_a_new_version(url, root):
         assert set(x.versions[x.action_mask]) == {version}
 
 
-def test_nobody_there(root):
+def test_no_server_at_the_url(root):
   with socket.socket() as silent:
-    silent.bind(("127.0.0.1", 0))  # and does not listen: connections are refused, and nobody else can have the port
+    silent.bind(("127.0.0.1", 0))  # and does not listen: connections are refused, and no other process gets the port
     url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     message = rf"{re.escape(url)} failed RemoteConfig\.max_attempts = 3 times"
     with remote(url, root, attempts=3) as engine, pytest.raises(ServerError, match=message):
       list(engine.generate(fixed, requests(3)))
 
 
-def test_what_will_not_pass_ends_at_once_or_fails_its_episode(root, caplog):
+def test_permanent_errors_end_the_run_or_fail_the_episode_without_retries(root, caplog):
   with FakeServer(lambda *_: (404, {"detail": "Not Found"})) as fake, remote(fake.url, root) as engine:
     with pytest.raises(ServerError, match=r"POST /generate: status 404: .*Not Found"):
       list(engine.generate(fixed, requests(3)))
-    assert len(fake.asked) <= 3
+    assert len(fake.requests) <= 3
   respond = lambda count, body, label: (400, b"too long") if count == 1 else (200, good_sglang(body, label))  # noqa: E731
   with FakeServer(respond) as fake, remote(fake.url, root, num_slots=1) as engine:
     assert len(list(engine.generate(fixed, requests(3)))) == 2
@@ -500,24 +501,24 @@ def test_what_will_not_pass_ends_at_once_or_fails_its_episode(root, caplog):
 
 
 @BOTH
-def test_weights_of_unknown_origin_are_replaced_before_an_answer_is_believed(root, protocol):
-  """Another run, or a restart, changed the server's weights behind our back."""
+def test_weights_of_unknown_origin_are_replaced_and_their_completions_rejected(root, protocol):
+  """Another run, or a restart, changed the server's weights without this client."""
   good = good_sglang if protocol == "sglang" else good_vllm
 
   def respond(count, body, label):
     if count == 3:
-      fake._label = label = "5"  # looks like a version, and is none of ours
+      fake._label = label = "5"  # looks like a version, but is no label of this client
     return 200, good(body, label)
 
   with FakeServer(respond) as fake, remote(fake.url, root, protocol=protocol, num_slots=1) as engine:
     done = list(engine.generate(lambda _: (PARAMS[7], 7), requests(3)))
     assert fake._label.startswith("7-") and engine.counters["failed_attempts"] == 1
   assert [x.episode_id for x in done] == [0, 1, 2] and {v for x in done for v in x.versions[x.action_mask]} == {7}
-  assert len(fake.asked) == 7  # six actions, one asked for twice
+  assert len(fake.requests) == 7  # six actions, one of them requested twice
 
 
 @BOTH
-def test_a_server_that_goes_back_to_older_weights_is_given_the_newest_again(root, protocol):
+def test_a_server_that_returns_to_older_weights_is_sent_the_newest_again(root, protocol):
   good = good_sglang if protocol == "sglang" else good_vllm
   labels = []
 
@@ -525,7 +526,7 @@ def test_a_server_that_goes_back_to_older_weights_is_given_the_newest_again(root
     if label not in labels:
       labels.append(label)
     if count == 8:  # in the second call
-      fake._label = label = labels[0]  # a version that this run has published, but not the last one
+      fake._label = label = labels[0]  # a label of this client, but not the newest
     return 200, good(body, label)
 
   with FakeServer(respond) as fake, remote(fake.url, root, protocol=protocol, num_slots=1) as engine:
@@ -536,38 +537,38 @@ def test_a_server_that_goes_back_to_older_weights_is_given_the_newest_again(root
 
 
 @pytest.mark.parametrize(("header", "least"), [("1", 1.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0), ("-5", 0.0)])
-def test_a_server_that_says_when_to_come_again_is_obeyed(root, header, least):
+def test_the_client_waits_as_long_as_retry_after_says(root, header, least):
   class Busy(FakeServer):
-    turned_away = 0
+    rejected_at = 0
 
     def serve(self, handler, body):
-      if handler.path != "/generate" or self.turned_away:
+      if handler.path != "/generate" or self.rejected_at:
         return super().serve(handler, body)
-      self.turned_away = time.monotonic()
+      self.rejected_at = time.monotonic()
       handler.send_response(429)
       handler.send_header("Retry-After", header)
       handler.send_header("Content-Length", "0")
       handler.end_headers()
       return None
 
-  came_again = []
+  retried_at = []
 
   def respond(count, body, label):
-    came_again.append(time.monotonic())
+    retried_at.append(time.monotonic())
     return 200, good_sglang(body, label)
 
   with Busy(respond) as fake, remote(fake.url, root, num_slots=1) as engine:
     assert len(list(engine.generate(fixed, requests(1)))) == 1
-  assert least <= came_again[0] - fake.turned_away < 30
+  assert least <= retried_at[0] - fake.rejected_at < 30
 
 
-def test_prompts_are_not_sent_where_a_redirection_points(root):
-  asked = []
+def test_redirects_are_not_followed(root):
+  redirected = []
 
   class Elsewhere(FakeServer):
     def serve(self, handler, body):
       if handler.path == "/elsewhere":
-        asked.append(body)
+        redirected.append(body)
       if handler.path != "/generate":
         return super().serve(handler, body)
       handler.send_response(307)
@@ -582,7 +583,7 @@ def test_prompts_are_not_sent_where_a_redirection_points(root):
     pytest.raises(ServerError, match="POST /generate: status 307"),
   ):
     list(engine.generate(fixed, requests(1)))
-  assert not asked
+  assert not redirected
 
 
 RAW = {
@@ -598,24 +599,24 @@ RAW = {
 
 
 @pytest.mark.parametrize("case", RAW)
-def test_bytes_that_are_no_answer_may_pass(root, case):
+def test_bytes_that_are_no_response_are_retried(root, case):
   with socket.create_server(("127.0.0.1", 0)) as listener:
 
-    def answer():
+    def respond():
       while True:
         try:
           connection, _ = listener.accept()
         except OSError:  # the end of the test
           return
-        with connection, contextlib.suppress(OSError):  # the client may have heard enough
+        with connection, contextlib.suppress(OSError):  # the client may have closed the connection
           connection.recv(65536)
           connection.sendall(RAW[case])
 
-    threading.Thread(target=answer, daemon=True).start()
+    threading.Thread(target=respond, daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with remote(url, root, attempts=2, timeout_s=20.0) as engine, pytest.raises(ServerError) as caught:
       list(engine.generate(fixed, requests(1)))
-    # What an update answers does not matter; the answer to a request does.
+    # Only the status of an update matters; a completion needs a valid body.
     assert "max_attempts = 2 times in a row" in str(caught.value) and engine.counters["failed_attempts"] >= 2
 
 
@@ -653,7 +654,7 @@ def test_faults_of_environments_fail_their_episode_alone(url, root):
   assert [x.closed for x in made] == [1] * len(made)
 
 
-def test_environments_whose_close_hangs_keep_nobody(url, root):
+def test_environments_whose_close_hangs_do_not_block(url, root):
   release = threading.Event()
 
   class Env(Echo):
@@ -676,7 +677,7 @@ def test_environments_whose_close_hangs_keep_nobody(url, root):
 
 
 @pytest.mark.parametrize("what", ["1 of the environments", "Connections to http"])
-def test_what_does_not_close_is_left_behind_and_told_of(url, root, what, monkeypatch, caplog):
+def test_what_does_not_close_is_left_behind_and_logged(url, root, what, monkeypatch, caplog):
   release = threading.Event()
 
   class Env(Echo):
@@ -698,8 +699,8 @@ def test_what_does_not_close_is_left_behind_and_told_of(url, root, what, monkeyp
     list(engine.generate(fixed, requests(2)))
     began = time.monotonic()
   assert time.monotonic() - began < LONG_S
-  told = [x.getMessage() for x in caplog.records if x.name == remote_module.__name__]
-  assert len(told) == 1 and told[0].startswith(what)
+  logged = [x.getMessage() for x in caplog.records if x.name == remote_module.__name__]
+  assert len(logged) == 1 and logged[0].startswith(what)
   assert not list(root.iterdir())
   release.set()
 
@@ -728,14 +729,14 @@ def test_bad_settings(changes):
     RemoteConfig(**{"url": "http://localhost:8000", "weights_dir": "/tmp/w", **changes})
 
 
-def test_vllm_log_probs_do_not_know_the_temperature(root):
+def test_vllm_log_probs_ignore_the_temperature(root):
   with pytest.raises(ValueError, match=r"temperature must be 1 .*received 0\.7"):
     remote("http://localhost:1", root, protocol="vllm", temperature=0.7)
   with pytest.raises(ValueError, match=r"top_p must be 1 .*received 0\.9"):
     remote("http://localhost:1", root, protocol="sglang", top_p=0.9)
 
 
-def test_a_run_whose_config_names_a_server_takes_its_rollouts_from_it(tmp_path):
+def test_a_run_with_a_remote_config_gets_its_rollouts_from_the_server(tmp_path):
   config = tiny_config(schedule="async", batch_size=4)
   (tmp_path / "weights").mkdir()
   completions = Completions(

@@ -1,4 +1,4 @@
-"""Answers in which an abort left nothing, log-probs that are rounded, and what is still refused."""
+"""Responses of aborted requests, log-probs with rounding errors, and responses that are rejected."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ VLLM_CHOICE = {
   "index": 0, "text": "", "token_ids": [], "prompt_token_ids": PROMPT, "finish_reason": "abort", "stop_reason": None,
   "logprobs": {"tokens": [], "token_logprobs": []},
 }  # fmt: skip
-VLLM_ANSWER = {"choices": [VLLM_CHOICE], "usage": {"prompt_tokens": 3, "completion_tokens": 0}}
+VLLM_RESPONSE = {"choices": [VLLM_CHOICE], "usage": {"prompt_tokens": 3, "completion_tokens": 0}}
 
 
-def read(protocol, answer):
-  return PROTOCOLS[protocol].read(answer, PROMPT, max_tokens=4, sampling=SAMPLING)
+def parse(protocol, response):
+  return PROTOCOLS[protocol].parse_response(response, PROMPT, max_tokens=4, sampling=SAMPLING)
 
 
 def whole(protocol):
-  return copy.deepcopy(SGLANG if protocol == "sglang" else VLLM_ANSWER)
+  return copy.deepcopy(SGLANG if protocol == "sglang" else VLLM_RESPONSE)
 
 
-def parts(protocol, answer):
-  """The objects of an answer that hold its fields."""
-  return [answer, answer["meta_info"]] if protocol == "sglang" else [answer, answer["usage"], answer["choices"][0]]
+def parts(protocol, response):
+  """Returns the objects of a response that have fields."""
+  if protocol == "sglang":
+    return [response, response["meta_info"]]
+  return [response, response["usage"], response["choices"][0]]
 
 
 FIELDS = {
@@ -53,21 +55,21 @@ def cases():
 
 
 @pytest.mark.parametrize(("protocol", "names", "how"), list(cases()))
-def test_an_abort_before_the_first_token_needs_nothing_but_its_reason(protocol, names, how):
-  answer = whole(protocol)
-  for part in parts(protocol, answer):
+def test_an_abort_before_the_first_token_needs_only_its_reason(protocol, names, how):
+  response = whole(protocol)
+  for part in parts(protocol, response):
     for name in set(names) & set(part):
       if how == "missing":
         del part[name]
       else:
         part[name] = None if how == "null" else 0
-  done = read(protocol, answer)
+  done = parse(protocol, response)
   assert (done.tokens.size, done.logp.size, done.finish) == (0, 0, "abort")
   assert done.tokens.dtype == np.int32 and done.logp.dtype == np.float32
 
 
 @pytest.mark.parametrize(
-  ("protocol", "answer"),
+  ("protocol", "response"),
   [
     ("sglang", {"text": "", "output_ids": [], "meta_info": None}),
     ("sglang", {"text": "", "output_ids": [], "meta_info": {"finish_reason": None}}),
@@ -79,9 +81,9 @@ def test_an_abort_before_the_first_token_needs_nothing_but_its_reason(protocol, 
     ("vllm", {"choices": [{"text": "", "token_ids": [], "finish_reason": None, "logprobs": None}]}),
   ],
 )
-def test_an_empty_answer_without_a_reason_is_an_error_of_its_own(protocol, answer):
+def test_an_empty_response_without_a_reason_has_its_own_error(protocol, response):
   with pytest.raises(EmptyResponseError, match="neither tokens nor a finish reason"):
-    read(protocol, answer)
+    parse(protocol, response)
 
 
 def sglang(**changes):
@@ -94,7 +96,7 @@ def vllm(**changes):
 
 
 @pytest.mark.parametrize(
-  ("protocol", "answer", "message"),
+  ("protocol", "response", "message"),
   [
     ("sglang", sglang(finish_reason={"type": "stop"}), "must have 1 to 4 tokens; received 0"),
     ("sglang", sglang(finish_reason={"type": "length"}), "must have 1 to 4 tokens; received 0"),
@@ -103,7 +105,7 @@ def vllm(**changes):
     ("sglang", sglang(output_ids=None, text="a"), "output_ids must be a list"),
     ("sglang", sglang(output_ids=[3], output_token_logprobs=None), "1 tokens and no log-probs"),
     ("sglang", sglang(output_ids=[3], output_token_logprobs=[[-1.0, 3, None]], weight_version=None), "weight_version"),
-    ("sglang", sglang(output_ids=[3], output_token_logprobs=[[-1.0, 3, None]], prompt_tokens=0), "prompt of 0 tokens"),
+    ("sglang", sglang(output_ids=[3], output_token_logprobs=[[-1.0, 3, None]], prompt_tokens=0), "as sent; received 0"),
     ("vllm", vllm(finish_reason="stop"), "must have 1 to 4 tokens; received 0"),
     ("vllm", vllm(finish_reason="error"), "finish reason must be stop, length or abort; received 'error'"),
     ("vllm", vllm(token_ids=None, text="a"), "token_ids must be a list"),
@@ -111,9 +113,9 @@ def vllm(**changes):
     ("vllm", {"choices": [VLLM_CHOICE] * 2}, "must have one choice; received 2"),
   ],
 )
-def test_what_was_written_is_checked_as_ever_and_no_other_end_may_be_empty(protocol, answer, message):
+def test_tokens_are_checked_and_only_an_abort_may_be_empty(protocol, response, message):
   with pytest.raises(BadResponseError, match=message) as caught:
-    read(protocol, answer)
+    parse(protocol, response)
   assert not isinstance(caught.value, EmptyResponseError)
 
 
@@ -127,14 +129,14 @@ def with_logp(protocol, *logp):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("logp", [1e-7, 1.1920929e-07, 5e-5, LOGP_ROUNDING, 0, 0.0])
-def test_a_log_prob_that_rounding_made_positive_is_0(protocol, logp):
-  done = read(protocol, with_logp(protocol, logp, -0.25))
+def test_a_log_prob_that_is_positive_by_rounding_becomes_0(protocol, logp):
+  done = parse(protocol, with_logp(protocol, logp, -0.25))
   assert done.logp.tolist() == [0.0, -0.25] and done.tokens.tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("logp", [1.1e-4, 0.001, 0.5, 20.0, 1e300, float("inf"), float("nan"), True])
-def test_a_log_prob_that_is_more_than_rounded_is_refused(protocol, logp):
+def test_a_log_prob_that_is_positive_by_more_than_rounding_is_rejected(protocol, logp):
   message = r"finite and <= 0; received \[.*\]; above 0 by 0\.0001 or less is rounding"
   with pytest.raises(BadResponseError, match=message):
-    read(protocol, with_logp(protocol, -0.25, logp))
+    parse(protocol, with_logp(protocol, -0.25, logp))

@@ -67,7 +67,7 @@ def test_loopback_in_every_spelling(bound):
 
 
 @pytest.mark.parametrize("entry", ["", "*", "a b", "http://a", "a:b", "a:0", "a/", "*.example"])
-def test_settings_that_name_no_host_are_refused(entry):
+def test_settings_that_name_no_host_are_rejected(entry):
   assert parse_host(entry) is None
-  with pytest.raises(ValueError, match=r"allowed_hosts must hold names, or name:port; received"):
+  with pytest.raises(ValueError, match=r"allowed_hosts must be names, or name:port; received"):
     ServerConfig(allowed_hosts=("good.example", entry))

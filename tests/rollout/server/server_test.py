@@ -1,4 +1,4 @@
-"""The server: answers in both protocols, weights, aborts, limits, and what it refuses."""
+"""The server: completions in both protocols, weight updates, aborts, limits, and rejected requests."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def openai(url, prompt=PROMPT, **fields):
   return call(f"{url}/v1/completions", {"prompt": prompt, "logprobs": 0, "return_token_ids": True, **fields})
 
 
-def test_both_protocols_return_ids_log_probs_and_the_weights_name(url):
-  status, answer = openai(url, max_tokens=9, seed=5, temperature=1.0, stop_token_ids=[STOP], user="me")
+def test_both_protocols_return_ids_log_probs_and_the_label(url):
+  status, response = openai(url, max_tokens=9, seed=5, temperature=1.0, stop_token_ids=[STOP], user="me")
   assert status == 200
-  choice = answer["choices"][0]
+  choice = response["choices"][0]
   assert choice["prompt_token_ids"] == PROMPT and 1 <= len(choice["token_ids"]) <= 9
-  assert answer["usage"] == {
+  assert response["usage"] == {
     "prompt_tokens": 3,
     "completion_tokens": len(choice["token_ids"]),
     "total_tokens": 3 + len(choice["token_ids"]),
@@ -94,21 +94,21 @@ def test_both_protocols_return_ids_log_probs_and_the_weights_name(url):
   assert len({json.dumps(sglang(url, max_new_tokens=9)[1]["output_ids"]) for _ in range(8)}) > 1  # no seed
 
 
-def test_many_at_once_are_each_their_own(url):
+def test_concurrent_completions_are_independent(url):
   prompts = [[2 + i % 15, 3, 4 + i % 7] for i in range(24)]
   with concurrent.futures.ThreadPoolExecutor(24) as pool:
-    answers = list(pool.map(lambda i: sglang(url, prompts[i], max_new_tokens=3 + i, sampling_seed=i), range(24)))
-  for i, (status, answer) in enumerate(answers):
-    assert status == 200 and len(answer["output_ids"]) <= 3 + i
+    responses = list(pool.map(lambda i: sglang(url, prompts[i], max_new_tokens=3 + i, sampling_seed=i), range(24)))
+  for i, (status, response) in enumerate(responses):
+    assert status == 200 and len(response["output_ids"]) <= 3 + i
     assert_true(
-      PARAMS[0], prompts[i], answer["output_ids"], [x[0] for x in answer["meta_info"]["output_token_logprobs"]]
+      PARAMS[0], prompts[i], response["output_ids"], [x[0] for x in response["meta_info"]["output_token_logprobs"]]
     )
 
 
 def test_text_in_and_out():
   with serving(tokenizer=CharTokenizer()) as url:
-    status, answer = openai(url, "cdef", max_tokens=7, seed=3)
-    choice = answer["choices"][0]
+    status, response = openai(url, "cdef", max_tokens=7, seed=3)
+    choice = response["choices"][0]
     assert status == 200 and choice["prompt_token_ids"] == [2, 3, 4, 5]
     assert choice["text"] == CharTokenizer().decode(choice["token_ids"]) == "".join(choice["logprobs"]["tokens"])
     body = {"text": "cdef", "sampling_params": {"max_new_tokens": 7, "sampling_seed": 3}}
@@ -127,7 +127,7 @@ def test_information(url):
 
 @contextlib.contextmanager
 def resumed(url):
-  """Whatever happens inside, the server goes on afterwards: others use it."""
+  """Resumes the server at the end of the block, since other tests use it."""
   try:
     yield
   finally:
@@ -135,13 +135,13 @@ def resumed(url):
 
 
 def moments():
-  """Pauses (s) of every order, from before an answer begins to after its end on whatever machine; for two minutes."""
+  """Yields waits (s) from before a completion starts to after it ends, on any machine; for two minutes."""
   deadline = time.monotonic() + LONG_S
   while time.monotonic() < deadline:
     yield from np.geomspace(0.002, 2.0, 16)
 
 
-def test_an_abort_returns_what_is_there(endless):
+def test_an_abort_returns_the_tokens_so_far(endless):
   body = {"input_ids": PROMPT, "rid": "one", "return_logprob": True, "sampling_params": {"max_new_tokens": 240}}
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     for moment in moments():
@@ -149,29 +149,29 @@ def test_an_abort_returns_what_is_there(endless):
       time.sleep(moment)
       assert call(f"{endless}/abort_request", {"rid": "another"})[0] == 200
       assert call(f"{endless}/abort_request", {"rid": "one"})[0] == 200
-      status, answer = running.result(LONG_S)
-      reason, length = answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"])
-      assert status == 200 and length == len(answer["meta_info"]["output_token_logprobs"])
-      if reason == "abort" and length:  # neither before it began, nor after its end
+      status, response = running.result(LONG_S)
+      reason, length = response["meta_info"]["finish_reason"]["type"], len(response["output_ids"])
+      assert status == 200 and length == len(response["meta_info"]["output_token_logprobs"])
+      if reason == "abort" and length:  # neither before it started nor after it ended
         break
       assert length in (0, 240)
     else:
-      raise AssertionError("never aborted on its way")
+      raise AssertionError("never aborted while it ran")
   assert length < 240
   assert call(f"{endless}/abort_request", {"abort_all": True})[0] == 200
   assert len(sglang(endless, max_new_tokens=5)[1]["output_ids"]) == 5
 
 
-def test_pause_aborts_what_runs_and_holds_back_what_comes(endless):
+def test_pause_aborts_running_completions_and_holds_back_new_ones(endless):
   with concurrent.futures.ThreadPoolExecutor(8) as pool, resumed(endless):
     for moment in moments():
       before = [pool.submit(openai, endless, max_tokens=253, seed=i) for i in range(6)]
       time.sleep(moment)
       assert call(f"{endless}/pause?mode=abort", {})[0] == 200
-      assert call(f"{endless}/resume", {})[0] == 200  # for those that came later
-      answers = [x.result(LONG_S)[1]["choices"][0] for x in before]
-      assert {x["finish_reason"] for x in answers} <= {"abort", "length"}
-      if any(x["finish_reason"] == "abort" and x["token_ids"] for x in answers):
+      assert call(f"{endless}/resume", {})[0] == 200  # for requests that arrived after the pause
+      responses = [x.result(LONG_S)[1]["choices"][0] for x in before]
+      assert {x["finish_reason"] for x in responses} <= {"abort", "length"}
+      if any(x["finish_reason"] == "abort" and x["token_ids"] for x in responses):
         break
     else:
       raise AssertionError("never paused while something ran")
@@ -187,10 +187,10 @@ def test_pause_aborts_what_runs_and_holds_back_what_comes(endless):
     assert call(f"{endless}/pause?hurry=1", {})[0] == 400
 
 
-def test_a_client_that_leaves_frees_its_slot(endless):
+def test_a_client_that_disconnects_frees_its_slot(endless):
   parts = urllib.parse.urlsplit(endless)
   body = json.dumps({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 250}}).encode()
-  for _ in range(12):  # more than the server takes at once
+  for _ in range(12):  # more than `max_requests`
     with socket.create_connection((parts.hostname, parts.port), timeout=LONG_S) as connection:
       head = ["POST /generate HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
       connection.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
@@ -202,27 +202,27 @@ def test_weights_change_between_completions_never_within_one(weights_root):
   with serving(weights_root=weights_root) as url, concurrent.futures.ThreadPoolExecutor(6) as pool:
     stop = threading.Event()
 
-    def ask(seed):
+    def keep_requesting(seed):
       while not stop.is_set():
         done.append(sglang(url, max_new_tokens=250, sampling_seed=seed)[1])
 
     def written_by(label):
       return any(x["meta_info"]["weight_version"] == label for x in list(done))
 
-    asking = [pool.submit(ask, i) for i in range(6)]
+    clients = [pool.submit(keep_requesting, i) for i in range(6)]
     try:
-      until(lambda: written_by("default") or any(x.done() for x in asking))
+      until(lambda: written_by("default") or any(x.done() for x in clients))
       for i in (1, 2, 0, 1):
         body = {"model_path": f"v{i}", "weight_version": f"w{i}", "abort_all_requests": i % 2 == 0}
-        status, answer = call(f"{url}/update_weights_from_disk", body)
-        assert (status, answer["success"]) == (200, True)
+        status, response = call(f"{url}/update_weights_from_disk", body)
+        assert (status, response["success"]) == (200, True)
         assert call(f"{url}/model_info")[1]["weight_version"] == f"w{i}"
-        until(lambda i=i: written_by(f"w{i}") or any(x.done() for x in asking))
+        until(lambda i=i: written_by(f"w{i}") or any(x.done() for x in clients))
     finally:
       stop.set()
-    for x in asking:
+    for x in clients:
       x.result(LONG_S)
-    # vLLM's way: load, then name.
+    # vLLM's way: load, then set the label.
     for path, body in (
       ("/pause?mode=wait", {}),
       ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights_root / "v2")}}),
@@ -239,7 +239,7 @@ def test_weights_change_between_completions_never_within_one(weights_root):
 
 
 class Busy:
-  """Stands for an engine with one completion that runs until `running` is set to 0."""
+  """Fake engine with one completion, which runs until `running` is set to 0."""
 
   def __init__(self):
     self.paused, self.running, self.label, self.aborted = False, 1, "a", threading.Event()
@@ -248,7 +248,7 @@ class Busy:
     self.aborted.set()
     return 1
 
-  def update(self, params, label):
+  def set_weights(self, params, label):
     assert self.paused and not self.running
 
   def check(self):
@@ -261,7 +261,7 @@ class Busy:
     pass
 
 
-def test_a_pause_that_comes_during_an_update_holds(tmp_path):
+def test_a_pause_during_an_update_stays_in_effect(tmp_path):
   busy = Busy()
   with (
     serving(completions=busy, weights_root=tmp_path, load=lambda _: {}) as url,
@@ -278,7 +278,7 @@ def test_a_pause_that_comes_during_an_update_holds(tmp_path):
     assert not busy.paused
 
 
-def test_the_end_does_not_wait_for_what_is_being_written(monkeypatch):
+def test_shutdown_does_not_wait_for_running_completions(monkeypatch):
   monkeypatch.setattr(server, "_SHUTDOWN_S", 1000.0)
   made = Completions(model=POLICY, params=ENDLESS, label="a", vocab_size=VOCAB, stop_ids=(STOP,), config=ENGINE)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -286,11 +286,11 @@ def test_the_end_does_not_wait_for_what_is_being_written(monkeypatch):
       assert call(f"{url}/pause", {})[0] == 200
       held = pool.submit(sglang, url, max_new_tokens=250)  # paused: it would never end
       until(lambda: made.outstanding)
-    status, answer = held.result(LONG_S)
-  assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
+    status, response = held.result(LONG_S)
+  assert status == 200 and response["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-REFUSED = {
+REJECTED = {
   "no_prompt": ("/v1/completions", {}, 400, "prompt is required"),
   "empty_prompt": ("/generate", {"input_ids": []}, 400, "1 to 255 tokens; received 0"),
   "long_prompt": ("/generate", {"input_ids": [3] * 256}, 400, "1 to 255 tokens; received 256"),
@@ -325,7 +325,7 @@ REFUSED = {
   "model": ("/v1/completions", {"prompt": [3], "model": "gpt"}, 404, "model must be tiny; received gpt"),
   "logprobs": ("/v1/completions", {"prompt": [3], "logprobs": 5}, 400, "logprobs must be an integer in [0, 0]"),
   "not_an_object": ("/generate", [1, 2], 400, "must be a JSON object; received list"),
-  "twice": ("/generate", b'{"input_ids": [3], "input_ids": [4]}', 400, "input_ids occurs twice"),
+  "twice": ("/generate", b'{"input_ids": [3], "input_ids": [4]}', 400, "key input_ids occurs twice"),
   "not_json": ("/generate", b"{", 400, "the body must be JSON"),
   "not_utf8": ("/generate", b"\xff\xfe{", 400, "the body must be JSON"),
   "deep": ("/generate", b"[" * 10_000, 400, "the body must be JSON"),
@@ -346,26 +346,26 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_and_named(url, case):
-  path, body, status, message = REFUSED[case]
-  received, answer = call(f"{url}{path}", body)
-  assert received == status, answer
-  assert message in (answer["message"] if path == "/update_weights_from_disk" and "message" in answer
-                     else answer["error"]["message"])  # fmt: skip
+@pytest.mark.parametrize("case", REJECTED)
+def test_bad_requests_are_rejected_with_a_message(url, case):
+  path, body, status, message = REJECTED[case]
+  received, response = call(f"{url}{path}", body)
+  assert received == status, response
+  assert message in (response["message"] if path == "/update_weights_from_disk" and "message" in response
+                     else response["error"]["message"])  # fmt: skip
 
 
-def test_refused_before_it_is_read(url, weights_root):
+def test_requests_that_are_rejected_before_their_body_is_read(url, weights_root):
   assert call(f"{url}/nothing", method="GET") == call(f"{url}/nothing")
   assert call(f"{url}/nothing")[0] == 404
   assert call(f"{url}/generate")[0] == 405
-  status, answer = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Type": "text/plain"})
-  assert status == 415 and "application/json" in answer["error"]["message"]
+  status, response = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Type": "text/plain"})
+  assert status == 415 and "application/json" in response["error"]["message"]
   for encoding in ("gzip", "lzma"):
-    status, answer = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Encoding": encoding})
-    assert status == 415 and f"Content-Encoding must be identity, or left out; received {encoding}" in str(answer)
-  status, answer = call(f"{url}/pause", method="POST", headers={"Origin": "http://example.com"})
-  assert status == 403 and "web pages" in answer["error"]["message"]
+    status, response = call(f"{url}/generate", {"input_ids": [3]}, headers={"Content-Encoding": encoding})
+    assert status == 415 and f"Content-Encoding must be identity or missing; received {encoding}" in str(response)
+  status, response = call(f"{url}/pause", method="POST", headers={"Origin": "http://example.com"})
+  assert status == 403 and "web pages" in response["error"]["message"]
   assert sglang(url, max_new_tokens=2)[0] == 200
   outside = weights_root.parent / "outside"
   save_table(PARAMS[1], outside)
@@ -373,30 +373,30 @@ def test_refused_before_it_is_read(url, weights_root):
   assert call(f"{url}/update_weights_from_disk", {"model_path": "link"})[0] == 403
   (weights_root / "bad").mkdir()
   (weights_root / "bad" / "params.npz").write_bytes(b"not a file of numbers")
-  status, answer = call(f"{url}/update_weights_from_disk", {"model_path": "bad"})
-  assert status == 400 and not answer["success"] and "cannot be loaded" in answer["message"]
+  status, response = call(f"{url}/update_weights_from_disk", {"model_path": "bad"})
+  assert status == 400 and not response["success"] and "cannot be loaded" in response["message"]
   assert call(f"{url}/model_info")[1]["weight_version"] == "default"
   assert sglang(url, max_new_tokens=2)[0] == 200
 
 
 def test_without_a_root_weights_cannot_be_changed():
   with serving() as url:
-    status, answer = call(f"{url}/update_weights_from_disk", {"model_path": "/tmp"})
-  assert status == 403 and "started without" in answer["message"]
+    status, response = call(f"{url}/update_weights_from_disk", {"model_path": "/tmp"})
+  assert status == 403 and "started without a weights_root" in response["message"]
 
 
-def test_too_many_at_once_are_turned_away_but_control_is_not():
+def test_too_many_completions_are_rejected_but_control_requests_are_not():
   with serving(max_requests=8) as url, concurrent.futures.ThreadPoolExecutor(12) as pool:
     assert call(f"{url}/pause", {})[0] == 200
     with resumed(url):
-      asked = [pool.submit(sglang, url, max_new_tokens=2) for _ in range(12)]
-      until(lambda: sum(x.done() for x in asked) >= 4)
-      done = [x for x in asked if x.done()]
+      responses = [pool.submit(sglang, url, max_new_tokens=2) for _ in range(12)]
+      until(lambda: sum(x.done() for x in responses) >= 4)
+      done = [x for x in responses if x.done()]
       assert len(done) == 4
       for x in done:
-        status, answer = x.result()
-        assert status == 503 and "8 requests are running already" in answer["error"]["message"]
-    assert [x.result(LONG_S)[0] for x in asked if x not in done] == [200] * 8
+        status, response = x.result()
+        assert status == 503 and "8 requests are running already" in response["error"]["message"]
+    assert [x.result(LONG_S)[0] for x in responses if x not in done] == [200] * 8
 
 
 CONTROL = {
@@ -407,12 +407,12 @@ CONTROL = {
 
 
 @pytest.mark.parametrize("path", [*CONTROL, "/health", "/v1/models", "/model_info", "/weight_info"])
-def test_all_but_completions_take_small_bodies_only(url, path):
-  """The fixture's limit for completions is 20,000 bytes; that for the rest is never larger."""
+def test_other_requests_accept_small_bodies_only(url, path):
+  """The fixture's limit for completions is 20,000 bytes; the limit of other requests is never larger."""
   fields, method = CONTROL.get(path, {}), "POST" if path in CONTROL else "GET"
   padded = json.dumps(fields).encode() + b" " * 20_000
-  status, answer = call(f"{url}{path}", padded, method=method)
-  assert status == 413 and "too large: at most 20000 bytes are allowed at this path" in answer["error"]["message"]
+  status, response = call(f"{url}{path}", padded, method=method)
+  assert status == 413 and "too large: at most 20000 bytes are allowed at this path" in response["error"]["message"]
   parts = urllib.parse.urlsplit(url)
   with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=LONG_S)) as connection:
     headers = {"Content-Type": "application/json"}
@@ -435,35 +435,35 @@ def test_control_requests_are_limited_in_number_and_leave_completions_alone():
     serving(completions=busy, max_requests=4) as url,
     concurrent.futures.ThreadPoolExecutor(9) as pool,
   ):
-    asked = [pool.submit(call, f"{url}/pause?mode=wait", {}) for _ in range(9)]
-    until(lambda: sum(x.done() for x in asked) >= 5)
-    refused = [x.result() for x in asked if x.done()]
-    assert [status for status, _ in refused] == [503] * 5
-    assert "4 requests are running already; try again" in refused[0][1]["error"]["message"]
+    responses = [pool.submit(call, f"{url}/pause?mode=wait", {}) for _ in range(9)]
+    until(lambda: sum(x.done() for x in responses) >= 5)
+    rejected = [x.result() for x in responses if x.done()]
+    assert [status for status, _ in rejected] == [503] * 5
+    assert "4 requests are running already; try again later" in rejected[0][1]["error"]["message"]
     assert call(f"{url}/health")[0] == 503
-    assert call(f"{url}/generate", {})[1]["error"]["message"] == "input_ids is required."  # past the door
+    assert call(f"{url}/generate", {})[1]["error"]["message"] == "input_ids is required."  # admitted
     busy.running = 0
-    assert sorted(x.result(LONG_S)[0] for x in asked) == [200] * 4 + [503] * 5
+    assert sorted(x.result(LONG_S)[0] for x in responses) == [200] * 4 + [503] * 5
     assert call(f"{url}/health") == (200, None)
 
 
 def raw(url, head, body=b"{}"):
-  """Status and text of the answer to a request whose head is written out, host and all."""
+  """Sends a request with this exact head; returns the status and text of the response."""
   parts = urllib.parse.urlsplit(url)
   lines = [*head, "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close", "", ""]
   with socket.create_connection((parts.hostname, parts.port), timeout=LONG_S) as connection:
     connection.sendall("\r\n".join(lines).encode() + body)
-    answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
-  return int(answer.split(" ")[1]), answer
+    response = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+  return int(response.split(" ")[1]), response
 
 
-def test_a_page_whose_name_was_pointed_here_is_refused_everywhere(url):
+def test_requests_after_dns_rebinding_are_rejected_on_every_path(url):
   port = urllib.parse.urlsplit(url).port
   posts = [*CONTROL, "/v1/completions", "/generate", "/nowhere"]
   for path in [*posts, "/health", "/model_info"]:
     method = "POST" if path in posts else "GET"
-    status, answer = raw(url, [f"{method} {path} HTTP/1.1", f"Host: rebound.example:{port}"])
-    assert status == 403 and f"ServerConfig.allowed_hosts; received rebound.example:{port}" in answer, path
+    status, response = raw(url, [f"{method} {path} HTTP/1.1", f"Host: rebound.example:{port}"])
+    assert status == 403 and f"ServerConfig.allowed_hosts; received rebound.example:{port}" in response, path
   assert call(f"{url}/model_info")[1]["weight_version"] == "default"
 
 
@@ -473,26 +473,26 @@ def test_hosts_over_http(url):
     assert raw(url, ["GET /health HTTP/1.1", f"Host: {host}"])[0] == 200, host
   for host in ("localhost", f"localhost:{port + 1}", f"a@localhost:{port}", f"127.1:{port}", ""):
     assert raw(url, ["GET /health HTTP/1.1", f"Host: {host}"])[0] == 403, host
-  status, answer = raw(url, ["GET /health HTTP/1.0"])
-  assert status == 403 and "received none" in answer
+  status, response = raw(url, ["GET /health HTTP/1.0"])
+  assert status == 403 and "received none" in response
   assert raw(url, ["GET /health HTTP/1.1"])[0] in (400, 403)
   two = [f"Host: localhost:{port}", "Host: rebound.example"]
-  assert raw(url, ["GET /health HTTP/1.1", *two])[0] in (400, 403)  # HTTP's parser may be first
+  assert raw(url, ["GET /health HTTP/1.1", *two])[0] in (400, 403)  # the HTTP parser may reject it first
   status, _ = raw(url, [f"GET http://rebound.example:{port}/health HTTP/1.1", f"Host: localhost:{port}"])
   assert status == 400
-  # A forwarded name neither helps nor harms.
+  # X-Forwarded-Host is ignored.
   assert raw(url, ["GET /health HTTP/1.1", f"Host: localhost:{port}", "X-Forwarded-Host: rebound.example"])[0] == 200
   assert raw(url, ["GET /health HTTP/1.1", "Host: rebound.example", f"X-Forwarded-Host: localhost:{port}"])[0] == 403
 
 
-def test_a_proxys_name_can_be_allowed():
+def test_the_name_of_a_proxy_can_be_allowed():
   with serving(allowed_hosts=("model.example",)) as url:
     assert raw(url, ["GET /health HTTP/1.1", "Host: Model.example"])[0] == 200
     assert raw(url, ["GET /health HTTP/1.1", "Host: rebound.example"])[0] == 403
     assert call(f"{url}/health") == (200, None)
 
 
-def test_a_body_that_does_not_arrive_ends():
+def test_a_body_that_does_not_arrive_times_out():
   with serving(body_timeout_s=1.0) as url:
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=LONG_S)
@@ -512,7 +512,7 @@ def test_a_connection_on_which_no_request_arrives_is_closed(head):
     began = time.monotonic()
     with socket.create_connection((parts.hostname, parts.port), timeout=LONG_S) as connection:
       connection.sendall(head)
-      for _ in range(1200):  # a byte now and then does not keep it open
+      for _ in range(1200):  # an occasional line does not keep it open
         try:
           connection.settimeout(0.1)
           if connection.recv(1) == b"":
@@ -537,20 +537,20 @@ def test_loopback_by_default_and_bad_settings(url, tmp_path):
       ServerConfig(**changes)
 
 
-def test_what_the_engine_fails_with_is_an_error_not_an_answer():
+def test_a_failure_of_the_engine_is_a_server_error():
   broken = {**PARAMS[0], "table": PARAMS[0]["table"] * jnp.nan}
   with serving(params=broken) as url:
-    status, answer = sglang(url, max_new_tokens=4)
-  assert status == 500 and "RuntimeError" in answer["error"]["message"]
+    status, response = sglang(url, max_new_tokens=4)
+  assert status == 500 and "RuntimeError" in response["error"]["message"]
 
 
-def test_updates_need_a_pause_and_the_end_is_told():
+def test_set_weights_needs_a_pause_and_closing_fails_unfinished_jobs():
   with Completions(
     model=POLICY, params=ENDLESS, label="a", vocab_size=VOCAB, stop_ids=(STOP,), config=ENGINE
   ) as completions:
-    with pytest.raises(RuntimeError, match="only while paused"):
-      completions.update(PARAMS[1], "b")
-    jobs = [completions.submit(PROMPT, max_tokens=250) for _ in range(1000)]  # more than it can have answered
+    with pytest.raises(RuntimeError, match="only while paused and idle; paused is False"):
+      completions.set_weights(PARAMS[1], "b")
+    jobs = [completions.submit(PROMPT, max_tokens=250) for _ in range(1000)]  # more than it can have completed
   assert all(x.result.done() for x in jobs)
   with pytest.raises(RuntimeError, match="the engine was stopped"):
     jobs[-1].result.result()
@@ -560,10 +560,10 @@ def test_top_p_is_that_of_the_server():
   config = dataclasses.replace(ENGINE, top_p=0.5)
   made = Completions(model=POLICY, params=PARAMS[0], label="a", vocab_size=VOCAB, stop_ids=(STOP,), config=config)
   with serving(completions=made) as url:
-    for ask in (sglang, openai):
-      assert ask(url)[0] == ask(url, top_p=0.5)[0] == 200
-      status, answer = ask(url, top_p=1.0)
-      assert status == 400 and "top_p must be 0.5, which the server was started with" in str(answer)
+    for complete in (sglang, openai):
+      assert complete(url)[0] == complete(url, top_p=0.5)[0] == 200
+      status, response = complete(url, top_p=1.0)
+      assert status == 400 and "top_p must be 0.5, as set when the server started; received 1.0" in str(response)
     tokens = openai(url, max_tokens=8, seed=1)[1]["choices"][0]
   for i, (token, logp) in enumerate(zip(tokens["token_ids"], tokens["logprobs"]["token_logprobs"], strict=True)):
     whole = log_softmax(reference_logits(PARAMS[0], np.array([*PROMPT, *tokens["token_ids"][:i]])))
@@ -593,17 +593,17 @@ def test_the_command_serves_a_checkpoint(tmp_path):
     assert urllib.parse.urlsplit(server.url).hostname == "127.0.0.1"
     logits = jax.jit(models.policy_logits(config))
     for label, weights in (("default", params), ("new", other)):
-      status, answer = sglang(server.url, [3, 9, 11], max_new_tokens=12, stop_token_ids=[7])
-      assert status == 200 and answer["meta_info"]["weight_version"] == label
-      tokens = [3, 9, 11, *answer["output_ids"]]
+      status, response = sglang(server.url, [3, 9, 11], max_new_tokens=12, stop_token_ids=[7])
+      assert status == 200 and response["meta_info"]["weight_version"] == label
+      tokens = [3, 9, 11, *response["output_ids"]]
       padded = jnp.array([tokens + [0] * (15 - len(tokens))])
       logp = jax.nn.log_softmax(logits(weights, padded)[0])
-      expected = [float(logp[2 + i, token]) for i, token in enumerate(answer["output_ids"])]
-      received = [x[0] for x in answer["meta_info"]["output_token_logprobs"]]
+      expected = [float(logp[2 + i, token]) for i, token in enumerate(response["output_ids"])]
+      received = [x[0] for x in response["meta_info"]["output_token_logprobs"]]
       np.testing.assert_allclose(received, expected, atol=1e-4)
       if label == "default":
-        status, answer = call(f"{server.url}/update_weights_from_disk", {"model_path": "kind"})
-        assert status == 400 and "must be of the served model" in answer["message"]
+        status, response = call(f"{server.url}/update_weights_from_disk", {"model_path": "kind"})
+        assert status == 400 and "must be of the served model" in response["message"]
         body = {"model_path": str(tmp_path / "weights" / "other"), "weight_version": "new"}
         assert call(f"{server.url}/update_weights_from_disk", body)[0] == 200
     assert server.stop() == 0
@@ -619,7 +619,7 @@ def test_stop_ids_come_from_the_checkpoint(tmp_path):
   assert serve.stop_ids_of(tmp_path) == (6, 7)
 
 
-def test_engine_config_of_completions_leaves_the_device_settings():
+def test_completions_keep_the_engine_settings_for_the_device():
   config = EngineConfig(num_slots=3, max_len=100, temperature=0.5)
   completions = Completions(
     model=POLICY, params=PARAMS[0], label="a", vocab_size=VOCAB, stop_ids=(STOP,), config=config

@@ -19,7 +19,7 @@ from tests.waiting import LONG_S, until
 
 
 class Engine:
-  """An engine with `running` completions; keeps the weights that it was given."""
+  """Fake engine with `running` completions; records the weights that it receives."""
 
   def __init__(self, running=0):
     self.paused, self.running, self.label, self.weights = False, running, "a", []
@@ -27,7 +27,7 @@ class Engine:
   def abort_all(self):
     return self.running
 
-  def update(self, params, label):
+  def set_weights(self, params, label):
     assert self.paused and not self.running
     self.weights.append(params)
     self.label = label
@@ -43,7 +43,7 @@ class Engine:
 
 
 class Loads:
-  """Loads that last until they may end; the weights are the folder's name."""
+  """Loader that blocks until `may_end` is set; the weights are the folder's name."""
 
   def __init__(self):
     self.may_end, self.events, self.lock = threading.Event(), [], threading.Lock()
@@ -63,7 +63,7 @@ class Loads:
 
 
 async def settle():
-  """Lets everything happen that is not held back."""
+  """Runs all tasks that are ready."""
   for _ in range(50):
     await asyncio.sleep(0)
   await asyncio.to_thread(lambda: None)
@@ -79,7 +79,7 @@ def start(updates, name, *, abort=False):
   return asyncio.create_task(updates.update(pathlib.Path(name), "model_path", name, abort=abort))
 
 
-def test_the_next_load_begins_when_an_abandoned_one_has_ended():
+def test_the_next_load_starts_when_an_abandoned_one_has_ended():
   async def run():
     engine, loads = Engine(), Loads()
     updates = WeightUpdates(engine, loads)
@@ -114,7 +114,7 @@ def test_an_update_that_is_abandoned_while_completions_run_changes_nothing():
   asyncio.run(run())
 
 
-def test_a_load_that_fails_frees_the_turn_and_is_told_to_whoever_is_there(caplog):
+def test_a_failed_load_lets_the_next_update_start_and_is_reported(caplog):
   async def run():
     engine, loads = Engine(), Loads()
     updates = WeightUpdates(engine, loads)
@@ -132,7 +132,7 @@ def test_a_load_that_fails_frees_the_turn_and_is_told_to_whoever_is_there(caplog
   assert caplog.text.count("a client disconnected during its weight update: model_path bad cannot be loaded") == 1
 
 
-def test_too_many_that_wait_are_refused_and_those_that_leave_make_room(monkeypatch):
+def test_too_many_waiting_updates_are_rejected_and_a_disconnect_frees_a_place(monkeypatch):
   monkeypatch.setattr(weight_updates, "_MAX_WAITING", 2)
 
   async def run():
@@ -142,7 +142,7 @@ def test_too_many_that_wait_are_refused_and_those_that_leave_make_room(monkeypat
     await loads.begun("b")
     second, third = start(updates, "c"), start(updates, "d")
     await settle()
-    with pytest.raises(BadRequestError, match="2 weight updates wait for another already; try again") as caught:
+    with pytest.raises(BadRequestError, match="2 weight updates are waiting already; try again later") as caught:
       await start(updates, "e")
     assert caught.value.status == 503
     await cancelled(second)
@@ -154,7 +154,7 @@ def test_too_many_that_wait_are_refused_and_those_that_leave_make_room(monkeypat
   asyncio.run(run())
 
 
-def test_the_end_waits_for_an_abandoned_load():
+def test_close_waits_for_an_abandoned_load():
   async def run():
     loads = Loads()
     updates = WeightUpdates(Engine(), loads)
@@ -172,7 +172,7 @@ def test_the_end_waits_for_an_abandoned_load():
   asyncio.run(run())
 
 
-def test_pauses_and_resumes_do_not_wait_for_a_load_and_names_do():
+def test_pause_and_resume_do_not_wait_for_a_load_and_rename_does():
   async def run():
     engine, loads = Engine(), Loads()
     updates = WeightUpdates(engine, loads)
@@ -210,8 +210,8 @@ def test_a_resume_during_the_swap_takes_effect_at_its_end():
   asyncio.run(run())
 
 
-def test_connections_that_close_leave_one_load_at_a_time(tmp_path):
-  """As a client would, over HTTP."""
+def test_disconnects_leave_one_load_at_a_time(tmp_path):
+  """The same over HTTP."""
   engine, loads = Engine(), Loads()
   for name in "bcd":
     (tmp_path / name).mkdir()
@@ -226,8 +226,8 @@ def test_connections_that_close_leave_one_load_at_a_time(tmp_path):
     assert call(f"{url}/health") == (200, None)
     assert call(f"{url}/resume", {})[0] == 200
     loads.may_end.set()
-    status, answer = call(f"{url}/update_weights_from_disk", {"model_path": "d", "weight_version": "d"})
-    assert (status, answer["success"]) == (200, True)
+    status, response = call(f"{url}/update_weights_from_disk", {"model_path": "d", "weight_version": "d"})
+    assert (status, response["success"]) == (200, True)
   assert engine.label == "d" and engine.weights[-1] == "d"
   begun, ended = loads.events[::2], loads.events[1::2]
   assert [x.removeprefix("begin ") for x in begun] == [x.removeprefix("end ") for x in ended]
