@@ -17,8 +17,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PyTree, Shaped
 
-Leaf: TypeAlias = Shaped[Array, "..."] | Shaped[np.ndarray, "..."] | jax.ShapeDtypeStruct
-"""An array on devices or on the host, or only its shape and dtype."""
+AnyArray: TypeAlias = Array | np.ndarray
+"""An array on devices or on the host."""
+
+Leaf: TypeAlias = Shaped[AnyArray, "..."] | jax.ShapeDtypeStruct
+"""An array, or only its shape and dtype."""
 
 Params: TypeAlias = PyTree[Leaf]
 """Parameters of a model: nested dicts of arrays. A leaf's path decides freezing, sharding and its checkpoint name."""
@@ -49,11 +52,16 @@ class PolicyOutput(NamedTuple):
   """The output projection; logits are `hidden @ lm_head`, in float32."""
 
 
+@runtime_checkable
 class PolicyApply(Protocol):
   """A policy in the form that the learner uses."""
 
   def __call__(
-    self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    self,
+    params: Params,
+    tokens: Int[AnyArray, "B T"],
+    positions: Int[AnyArray, "B T"],
+    segment_ids: Int[AnyArray, "B T"],
   ) -> PolicyOutput:
     """Maps packed rows to hidden states.
 
@@ -66,11 +74,16 @@ class PolicyApply(Protocol):
     ...
 
 
+@runtime_checkable
 class ValueApply(Protocol):
   """A value model in the form that the learner uses."""
 
   def __call__(
-    self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    self,
+    params: Params,
+    tokens: Int[AnyArray, "B T"],
+    positions: Int[AnyArray, "B T"],
+    segment_ids: Int[AnyArray, "B T"],
   ) -> Float[Array, "B T"]:
     """Returns at index `t` the value of the state AFTER `tokens[t]` (one ahead, like the policy)."""
     ...

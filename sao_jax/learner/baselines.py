@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ PROMPT_WINDOW = 8
 GLOBAL_WINDOW = 128
 
 
+@runtime_checkable
 class Baselines(Protocol):
   """Computes an advantage for each trajectory of a learner step."""
 
@@ -109,7 +110,7 @@ class RunningMeans:
 
   def advantages(self, trajectories: Sequence[Trajectory]) -> Float32[np.ndarray, "N"]:
     rewards = _rewards(trajectories)
-    prompts, first, ids = _prompts([t.task_index if self._per_prompt else 0 for t in trajectories])
+    prompts, first, ids = _prompts([int(t.task_index) if self._per_prompt else 0 for t in trajectories])
     buffers, seen = np.zeros((len(rewards), self._window), np.float32), np.zeros(len(rewards), np.int32)
     for row, prompt in enumerate(prompts):
       past = self._memory.get(prompt, ())
@@ -155,7 +156,7 @@ class SpoTracker:
     known = [a / (a + b) for a, b in self._memory.values()]
     start = np.full(len(rewards), np.mean(known) if known else 0.5)
     alpha, beta = (np.array(x) for x in ops.ValueTracker.init(start, rho_min=self.RHO))
-    prompts, _, ids = _prompts([t.task_index for t in trajectories])
+    prompts, _, ids = _prompts([int(t.task_index) for t in trajectories])
     for row, prompt in enumerate(prompts):
       alpha[row], beta[row] = self._memory.get(prompt, (alpha[row], beta[row]))
     state, values = _in_order(_update_tracker, ops.ValueTracker(jnp.asarray(alpha), jnp.asarray(beta)), ids, rewards)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, Real
 
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.types import TokenBatch, Trajectory
@@ -77,7 +77,7 @@ def pack(
   row_length: int,
   rows_per_microbatch: int,
   alpha: float,
-  baseline_adv: Sequence[float] | np.ndarray | None = None,
+  baseline_adv: Sequence[float] | Real[np.ndarray, "N"] | None = None,
   lambda_length: Literal["tokens", "turns"] = "tokens",
   min_microbatches: int = 1,
   microbatch_multiple: int | None = None,
@@ -151,7 +151,9 @@ def pack(
 
 
 def pack_batch(
-  config: LearnerConfig, trajectories: Sequence[Trajectory], baseline_adv: Sequence[float] | np.ndarray | None = None
+  config: LearnerConfig,
+  trajectories: Sequence[Trajectory],
+  baseline_adv: Sequence[float] | Real[np.ndarray, "N"] | None = None,
 ) -> PackedBatch:
   """`pack` with the settings of a learner's config."""
   return pack(

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int
 
 from sao_jax.types import Params
 
@@ -19,14 +19,14 @@ LossFn: TypeAlias = Callable[[Params, Any], tuple[jax.Array, Any]]
 
 
 def map_microbatches(
-  fn: Callable[[Any], Any], inputs: Inputs, buffers: Any, start: jax.Array | int, stop: jax.Array | int
+  fn: Callable[[Any], Any], inputs: Inputs, buffers: Any, start: Int[Array, ""] | int, stop: Int[Array, ""] | int
 ) -> Any:
   """Writes `fn(inputs[m])` to `buffers[m]` for `start <= m < stop`; other entries of `buffers` stay unchanged."""
   return jax.lax.fori_loop(start, stop, lambda m, b: _put(b, fn(_take(inputs, m)), m), buffers)
 
 
 def accumulate_gradients(
-  loss_fn: LossFn, params: Params, inputs: Inputs, buffers: Any, start: jax.Array | int, stop: jax.Array | int
+  loss_fn: LossFn, params: Params, inputs: Inputs, buffers: Any, start: Int[Array, ""] | int, stop: Int[Array, ""] | int
 ) -> tuple[Params, Float32[Array, ""], Any]:
   """Sums gradients and losses of the microbatches `start <= m < stop`.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array, Bool, Float32, Int, PyTree
 
 from sao_jax.learner.config import OptimizerConfig
 from sao_jax.types import Params
@@ -98,5 +98,5 @@ def guarded_update(
   )
 
 
-def _is_matrix(params: Params) -> Params:
+def _is_matrix(params: Params) -> PyTree[bool]:
   return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

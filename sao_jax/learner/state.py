@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32
 from sao_jax.learner import optimizers, partition
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.parallel.copies import copy_leaves
-from sao_jax.types import Params
+from sao_jax.types import AnyArray, Params
 
 StateT = TypeVar("StateT")
 
@@ -43,7 +43,7 @@ class LearnerState(NamedTuple):
   counters: Counters
 
   @property
-  def version(self) -> Int32[Array, ""]:
+  def version(self) -> Int32[AnyArray, ""]:
     """Version of the policy. Every learner step makes a new one, even if its update is skipped or held, so that
     staleness keeps counting."""
     return self.step

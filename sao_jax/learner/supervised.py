@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Int32, Integer
+from jaxtyping import Array, Bool, Int, Int32, Integer
 
 from sao_jax.learner import batching, microbatches, optimizers, scoring
 from sao_jax.learner.config import OptimizerConfig
@@ -57,7 +57,9 @@ def make_sft_step(
   """
   optimizer = optimizers.make_optimizer(config)
 
-  def step(state: SftState, batch: TokenBatch, num_microbatches: jax.Array) -> tuple[SftState, dict[str, jax.Array]]:
+  def step(
+    state: SftState, batch: TokenBatch, num_microbatches: Int[Array, ""]
+  ) -> tuple[SftState, dict[str, jax.Array]]:
     count = jnp.sum(batch.action_mask)
 
     def loss_fn(params: Params, tokens: TokenBatch) -> tuple[jax.Array, jax.Array]:
@@ -83,7 +85,11 @@ def make_sft_step(
 
 
 def demonstration_trajectory(
-  tokens: Integer[np.ndarray, "T"], action_mask: Bool[np.ndarray, "T"], *, index: int = 0, reward: float = 0.0
+  tokens: Integer[np.ndarray, "T"] | Sequence[int],
+  action_mask: Bool[np.ndarray, "T"] | Sequence[bool],
+  *,
+  index: int = 0,
+  reward: float = 0.0,
 ) -> Trajectory:
   """Wraps a demonstration as a `Trajectory`, so that it packs like a rollout.
 

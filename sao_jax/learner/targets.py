@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.ops import advantages, masking
@@ -83,7 +83,7 @@ def policy_lambda(config: LearnerConfig, batch: TokenBatch) -> Float32[Array, "*
   return jnp.full_like(batch.lambda_policy, config.lambda_policy)
 
 
-def _same_segment_next(segment_ids: jax.Array) -> jax.Array:
+def _same_segment_next(segment_ids: Int32[Array, "*M B T"]) -> Bool[Array, "*M B T"]:
   """True where the next token of the row belongs to the same segment."""
   following = jnp.concatenate([segment_ids[..., 1:], jnp.full_like(segment_ids[..., :1], -1)], axis=-1)
   return segment_ids == following

@@ -72,7 +72,7 @@ def make_update_step(
   if config.uses_critic and value_apply is None:
     raise ValueError(f"value_apply is required with advantage={config.advantage!r}; received None.")
 
-  def step(state: LearnerState, batch: TokenBatch, num_microbatches: jax.Array) -> tuple[LearnerState, Metrics]:
+  def step(state: LearnerState, batch: TokenBatch, num_microbatches: Int[Array, ""]) -> tuple[LearnerState, Metrics]:
     if value_apply is not None and config.uses_critic:
       # K updates of the critic, each on the squared error between V and the λ-returns of action tokens (Section 3.2).
       critic = update_critic(config, value_apply, state, batch, num_microbatches)
@@ -104,7 +104,7 @@ def make_critic_step(
     jit: compile the step, donating its state; False returns the plain function.
   """
 
-  def step(state: LearnerState, batch: TokenBatch, num_microbatches: jax.Array) -> tuple[LearnerState, Metrics]:
+  def step(state: LearnerState, batch: TokenBatch, num_microbatches: Int[Array, ""]) -> tuple[LearnerState, Metrics]:
     update = update_critic(config, value_apply, state, batch, num_microbatches, num_updates=num_updates)
     return update.state, {**update.metrics, **_skipped(update.state)}
 
@@ -112,7 +112,11 @@ def make_critic_step(
 
 
 def values_for_policy(
-  config: LearnerConfig, value_apply: ValueApply, critic: CriticUpdate, batch: TokenBatch, num_microbatches: jax.Array
+  config: LearnerConfig,
+  value_apply: ValueApply,
+  critic: CriticUpdate,
+  batch: TokenBatch,
+  num_microbatches: Int[Array, ""],
 ) -> tuple[LearnerState, Float32[Array, "M B T"], Metrics]:
   """Values that the advantages are computed from, of the updated critic or, with `values_from="previous"`, of the old.
 
@@ -129,7 +133,7 @@ def values_for_policy(
 
 
 def compute_values(
-  value_apply: ValueApply, critic: Params, batch: TokenBatch, num_microbatches: jax.Array
+  value_apply: ValueApply, critic: Params, batch: TokenBatch, num_microbatches: Int[Array, ""]
 ) -> Float32[Array, "M B T"]:
   """The value model's raw outputs (at index t, the value after `tokens[t]`); 0 in unused microbatches."""
 
@@ -144,7 +148,7 @@ def update_critic(
   value_apply: ValueApply,
   state: LearnerState,
   batch: TokenBatch,
-  num_microbatches: jax.Array,
+  num_microbatches: Int[Array, ""],
   *,
   num_updates: int | None = None,
 ) -> CriticUpdate:
@@ -205,8 +209,8 @@ def policy_gradient(
   params: Params,
   batch: TokenBatch,
   adv: Float[Array, "M B T"],
-  start: jax.Array | int,
-  stop: jax.Array | int,
+  start: Int[Array, ""] | int,
+  stop: Int[Array, ""] | int,
   *,
   denominator: Int[Array, ""],
   outputs: PolicyOutputs,
@@ -245,7 +249,7 @@ def update_policy(
   state: LearnerState,
   batch: TokenBatch,
   adv: Float[Array, "M B T"],
-  num_microbatches: jax.Array,
+  num_microbatches: Int[Array, ""],
 ) -> tuple[LearnerState, Metrics]:
   """Makes one policy update, or `policy_minibatches` of them, and returns its metrics."""
   optimizer = optimizers.make_optimizer(config.policy_optimizer)
@@ -312,7 +316,7 @@ def _forward(
 
 
 def _policy_logp(
-  config: LearnerConfig, policy_apply: PolicyApply, params: Params, batch: TokenBatch, num_microbatches: jax.Array
+  config: LearnerConfig, policy_apply: PolicyApply, params: Params, batch: TokenBatch, num_microbatches: Int[Array, ""]
 ) -> Float32[Array, "M B T"]:
   def logp(tokens: TokenBatch) -> jax.Array:
     return _forward(config, policy_apply, params, tokens)[0]

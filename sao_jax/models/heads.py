@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32, Key
 from sao_jax.models import decode
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.transformer import Transformer, init_cache
-from sao_jax.types import Cache, CachedPolicy, Params, PolicyApply, PolicyOutput, ValueApply
+from sao_jax.types import AnyArray, Cache, CachedPolicy, Params, PolicyApply, PolicyOutput, ValueApply
 
 
 def _init_trunk(config: ModelConfig, key: Key[Array, ""]) -> Params:
@@ -91,7 +91,7 @@ def policy_apply(config: ModelConfig) -> PolicyApply:
   model, head = Transformer(config), lm_head(config)
 
   def apply(
-    params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    params: Params, tokens: Int[AnyArray, "B T"], positions: Int[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"]
   ) -> PolicyOutput:
     hidden: Any = model.apply({"params": params}, tokens, positions, segment_ids)
     return PolicyOutput(hidden=hidden, lm_head=head(params))
@@ -104,7 +104,7 @@ def value_apply(config: ModelConfig) -> ValueApply:
   model = Transformer(config)
 
   def apply(
-    params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    params: Params, tokens: Int[AnyArray, "B T"], positions: Int[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"]
   ) -> Float32[Array, "B T"]:
     hidden: Any = model.apply({"params": params}, tokens, positions, segment_ids)
     head = params["value_head"]
@@ -126,7 +126,7 @@ def policy_logits(config: ModelConfig) -> Callable[[Params, jax.Array], jax.Arra
   """
   model, head = Transformer(config), lm_head(config)
 
-  def logits(params: Params, tokens: Int[Array, "B T"]) -> Float32[Array, "B T V"]:
+  def logits(params: Params, tokens: Int[AnyArray, "B T"]) -> Float32[Array, "B T V"]:
     hidden: Any = model.apply({"params": params}, tokens)
     return jnp.dot(hidden.astype(jnp.float32), head(params).astype(jnp.float32))
 
@@ -140,10 +140,10 @@ def cached_policy(config: ModelConfig) -> CachedPolicy:
   def extend(
     params: Params,
     cache: Cache,
-    tokens: Int[Array, "R C"],
-    slots: Int32[Array, "R"],
-    start: Int32[Array, "R"],
-    count: Int32[Array, "R"],
+    tokens: Int[AnyArray, "R C"],
+    slots: Int32[AnyArray, "R"],
+    start: Int32[AnyArray, "R"],
+    count: Int32[AnyArray, "R"],
     *,
     live_len: int,
   ) -> tuple[Float[Array, "R D"], Cache]:

@@ -84,8 +84,8 @@ class RMSNorm(nn.Module):
     return rms_norm(x, scale, self.config)
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-  """Angular frequencies `[ceil(rotary_dim / 2)]` in radians per position, and the factor of cos and sin.
+def rope_frequencies(config: ModelConfig) -> tuple[Float[np.ndarray, "frequencies"], float]:
+  """Angular frequencies of the ceil(rotary_dim / 2) pairs in radians per position, and the factor of cos and sin.
 
   As published: "linear" divides frequencies by the factor. "llama3" (Llama 3.1) divides only those of long wavelengths,
   with a smooth transition. "yarn" (arXiv 2309.00071) ramps over dimensions and rescales attention.

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Int, PyTree
 
-from sao_jax.types import Params, PolicyApply, PolicyOutput, ValueApply
+from sao_jax.types import AnyArray, Params, PolicyApply, PolicyOutput, ValueApply
 
 _Output = TypeVar("_Output")
 
@@ -56,13 +58,15 @@ def _pure(
     raise ValueError(f"{type(module).__name__} has no nnx.Param: there is nothing to train.")
   paths = [_names(path) for path, _ in flat]
 
-  def apply(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> _Output:
+  def apply(
+    params: Params, tokens: Int[AnyArray, "B T"], positions: Int[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"]
+  ) -> _Output:
     expected: Any = jax.tree.structure(_nest(paths, list(range(len(paths)))))
     if jax.tree.structure(params) != expected:
       raise ValueError(f"params must have the structure {expected}; received {jax.tree.structure(params)}.")
     leaves = [_lookup(params, path) for path in paths]
     rebuilt = nnx.merge(graph, jax.tree_util.tree_unflatten(structure, leaves), rest)
-    return forward(rebuilt, tokens, positions, segment_ids)
+    return forward(rebuilt, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids))
 
   return apply, _nest(paths, [leaf for _, leaf in flat])
 
@@ -77,7 +81,7 @@ def _names(path: Sequence[Any]) -> tuple[str, ...]:
   return tuple(names)
 
 
-def _nest(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any]) -> Params:
+def _nest(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any]) -> PyTree:
   nested: dict[str, Any] = {}
   for path, leaf in zip(paths, leaves, strict=True):
     inner = nested

@@ -13,7 +13,7 @@ from sao_jax.models.config import ModelConfig
 from sao_jax.models.layers import MLP, Attention, LayerCache, RMSNorm, rope_tables
 from sao_jax.models.moe import MoE
 from sao_jax.parallel.constraints import constrain, constrain_residual, constrain_tokens
-from sao_jax.types import Cache
+from sao_jax.types import AnyArray, Cache
 
 
 class Block(nn.Module):
@@ -88,9 +88,9 @@ class Transformer(nn.Module):
 
   def __call__(
     self,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    tokens: Int[AnyArray, "B T"],
+    positions: Int[AnyArray, "B T"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
   ) -> Float[Array, "B T D"]:
     """Returns hidden states after the final norm, in the config's dtype.
 
@@ -99,11 +99,10 @@ class Transformer(nn.Module):
       positions: position of each token in its own segment; None: 0 .. T - 1.
       segment_ids: 0 is padding; None: each row is one segment.
     """
-    if positions is None:
-      positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    if segment_ids is None:
-      segment_ids = jnp.ones_like(tokens)
-    rope = rope_tables(self.config, positions)
+    tokens = jnp.asarray(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+    segment_ids = jnp.ones_like(tokens) if segment_ids is None else jnp.asarray(segment_ids)
+    rope = rope_tables(self.config, jnp.asarray(positions))
     x = self._look_up(tokens)
     for layer in self.layers:
       x = constrain_residual(layer(x, rope, segment_ids))

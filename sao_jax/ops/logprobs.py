@@ -83,8 +83,8 @@ def chunked_token_logprobs(
     ValueError: the shapes do not fit, τ ≤ 0 or chunk_size < 1. TypeError: the tokens are not integers.
 
   >>> logp, entropy = chunked_token_logprobs(jnp.zeros((3, 2)), jnp.ones((2, 4)), jnp.array([0, 1, 2]), chunk_size=2)
-  >>> logp.round(4).tolist(), entropy.round(4).tolist()
-  ([-1.3863, -1.3863, -1.3863], [1.3863, 1.3863, 1.3863])
+  >>> round(float(logp[2]), 4), round(float(entropy[2]), 4)
+  (-1.3863, 1.3863)
   """
   h, w, ids = _head_inputs(hidden, lm_head, tokens, temperature, chunk_size)
   chunks, restore = _split(h, ids, chunk_size)
