@@ -1,4 +1,4 @@
-"""SAO (arXiv 2607.07508) in JAX: pure functions in `ops`, and the packages of a whole agent trainer beside them."""
+"""SAO (arXiv 2607.07508) in JAX. `ops` holds the pure functions; the other packages build on them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Types that every room shares: what flows between them, with shapes and units.
+"""Types that the packages share: the data that flows between them, with shapes and units.
 
-Alignment, everywhere: index `t` of a per-token array describes `tokens[t]`. `logp[t]` is log p(tokens[t] |
-tokens[:t]) and `v[t]` is the value of the state BEFORE `tokens[t]`. Models predict one ahead, so a model's output at
-index `t` belongs to `tokens[t + 1]`; the only place that shifts is `ops.masking.align_predictions`.
+Alignment: index `t` of a per-token array always describes `tokens[t]`. `logp[t]` is log p(tokens[t] | tokens[:t]), and
+`v[t]` is the value of the state BEFORE `tokens[t]`. Models predict one ahead, so a model's output at index `t` belongs
+to `tokens[t + 1]`. The only function that shifts is `ops.masking.align_predictions`.
 """
 
 from __future__ import annotations
@@ -15,72 +15,94 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checka
 import chex
 import jax
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PyTree, Shaped
 
-Params: TypeAlias = Any
-"""A pytree of arrays: nested dicts whose paths decide freezing, sharding and checkpoint names."""
+AnyArray: TypeAlias = Array | np.ndarray
+"""An array on devices or on the host."""
 
-Cache: TypeAlias = Any
-"""A pytree of key/value arrays. Its layout is the model's business; the engine only passes it on (donated)."""
+Leaf: TypeAlias = Shaped[AnyArray, "..."] | jax.ShapeDtypeStruct
+"""An array, or only its shape and dtype."""
 
-Window: TypeAlias = Any
-"""A pytree: the part of a cache that a decode loop works on, and what it needs besides."""
+Params: TypeAlias = PyTree[Leaf]
+"""Parameters of a model: nested dicts of arrays. A leaf's path decides freezing, sharding and its checkpoint name."""
+
+Cache: TypeAlias = PyTree[Leaf]
+"""A key/value cache: a pytree of arrays whose leading axis is the slot. The model chooses its layout; the engine passes
+it on (donated)."""
+
+Window: TypeAlias = PyTree[Leaf]
+"""State of a decode loop: the part of a cache that it works on, and anything else that the model needs in the loop."""
 
 Ended: TypeAlias = Literal["terminal", "truncated"]
 
 LOGP_ROUNDING = 1e-4
-"""A log-prob may be so much above 0, and then counts as 0; one above that is an error.
+"""A log-prob in (0, LOGP_ROUNDING] counts as 0; a larger one is an error.
 
-log p = x - logsumexp(x) is rounded in float32 by one unit in the last place of the logits, 2^-14 to 2^-13 where they
-are as large as 1,000. What lower precision adds is not rounding that a ratio of probabilities could bear.
+In float32, log p = x - logsumexp(x) is rounded by one unit in the last place of the logits: by 2^-14 to 2^-13 if they
+are as large as 1,000. Lower precision would add more than a ratio of probabilities tolerates.
 """
 
 
 class PolicyOutput(NamedTuple):
-  """What a policy returns: log-probs are computed from the two by `ops.logprobs`, without ever holding `[B, T, V]`."""
+  """Output of a policy. `ops.logprobs` computes log-probs from it without holding logits `[B, T, V]`."""
 
-  hidden: jax.Array
-  """`[B, T, D]`: final hidden states (after the last norm); index `t` predicts `tokens[t + 1]`."""
-  lm_head: jax.Array
-  """`[D, V]`: the output projection; logits are `hidden @ lm_head`, in float32."""
+  hidden: Float[Array, "B T D"]
+  """Final hidden states (after the last norm); index `t` predicts `tokens[t + 1]`."""
+  lm_head: Float[Array, "D V"]
+  """The output projection; logits are `hidden @ lm_head`, in float32."""
 
 
+@runtime_checkable
 class PolicyApply(Protocol):
-  """A policy as the learner sees it."""
+  """A policy in the form that the learner uses."""
 
-  def __call__(self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> PolicyOutput:
+  def __call__(
+    self,
+    params: Params,
+    tokens: Int[AnyArray, "B T"],
+    positions: Int[AnyArray, "B T"],
+    segment_ids: Int[AnyArray, "B T"],
+  ) -> PolicyOutput:
     """Maps packed rows to hidden states.
 
     Args:
       params: the policy's parameters.
-      tokens: `[B, T]` int32 token ids.
-      positions: `[B, T]` int32 position of each token inside its own segment, from 0.
-      segment_ids: `[B, T]` int32; 0 is padding, equal ids attend to each other causally.
+      tokens: int32 token ids.
+      positions: int32 position of each token in its own segment, from 0.
+      segment_ids: int32; 0 is padding. Tokens attend causally to tokens with the same id.
     """
     ...
 
 
+@runtime_checkable
 class ValueApply(Protocol):
-  """A value model as the learner sees it."""
+  """A value model in the form that the learner uses."""
 
-  def __call__(self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Returns `[B, T]` float32: at index `t` the value of the state AFTER `tokens[t]` (one ahead, like the policy)."""
+  def __call__(
+    self,
+    params: Params,
+    tokens: Int[AnyArray, "B T"],
+    positions: Int[AnyArray, "B T"],
+    segment_ids: Int[AnyArray, "B T"],
+  ) -> Float[Array, "B T"]:
+    """Returns at index `t` the value of the state AFTER `tokens[t]` (one ahead, like the policy)."""
     ...
 
 
 class SlotPlacement(NamedTuple):
-  """Where the rollout engine's arrays live when its slots are spread over devices."""
+  """Shardings of the rollout engine's arrays when its slots are spread over devices."""
 
   slots: jax.sharding.Sharding
-  """Of `[S]` arrays."""
+  """Sharding of `[S]` arrays."""
   whole: jax.sharding.Sharding
-  """On every device: what comes from the host or goes there."""
+  """Sharding of arrays that come from the host or go there: whole on every device."""
   dispatching: Callable[[], contextlib.AbstractContextManager[Any]]
-  """Entered around every dispatch of a program: threads that start programs over several devices at the same time must
-  not start them in different orders on different devices."""
+  """Context around every dispatch of a program. If several threads start programs over several devices, it must make
+  sure that all devices start them in the same order."""
 
 
 class CachedPolicy(NamedTuple):
-  """A policy as the rollout engine sees it: incremental, with a key/value cache of one row per slot."""
+  """A policy in the form that the rollout engine uses: incremental, with a key/value cache of one row per slot."""
 
   init_cache: Callable[[int, int], Cache]
   """`(num_slots, max_len) -> cache`: the leading axis of every leaf is the slot."""
@@ -88,46 +110,47 @@ class CachedPolicy(NamedTuple):
   extend: Callable[..., tuple[jax.Array, Cache]]
   """`(params, cache, tokens [R, C], slots [R], start [R], count [R], *, live_len) -> (hidden [R, D], cache)`.
 
-  Feeds `tokens[r, :count[r]]` to slot `slots[r]` at positions `start[r], start[r] + 1, ...`; entries past `count[r]`
-  are ignored, and so is a row with `slots[r] >= num_slots`. Returns the hidden state of the last fed token of each row.
-  `live_len` is a static upper bound on `start + count`: no cache entry at or past it is read.
+  Feeds `tokens[r, :count[r]]` to slot `slots[r]` at positions `start[r], start[r] + 1, ...`. Entries past `count[r]`
+  are ignored, and so are rows with `slots[r] >= num_slots`. Returns the hidden state of each row's last token.
+  `live_len` is a static upper bound of `start + count`: no cache entry at or past it is read.
   """
 
   window: Callable[..., Window]
   """`(cache, slots [S], positions [S], *, steps, live_lens) -> window`: opens a loop of `steps` decode steps.
 
-  Row r of the loop is slot `slots[r]`, a permutation of all. It is fed at `positions[r] + i` in step i and attends to
-  the cache before `positions[r]`. `live_lens` are static: the rows come in as many groups of equal size, in this order,
-  and group g's is an upper bound on `positions + steps` of every row whose hidden states are wanted; it may pass the
-  cache's `max_len`, since the last steps of a loop need not be.
+  Row r of the loop is slot `slots[r]`; `slots` is a permutation of all slots. In step i the row is fed at
+  `positions[r] + i`; it attends to the cache before `positions[r]`, and to the loop's own tokens. `live_lens` are
+  static. The rows form `len(live_lens)` groups of equal size, in this order. `live_lens[g]` is an upper bound of
+  `positions + steps` for every row of group g whose hidden states are needed. It may exceed the cache's `max_len`,
+  since the last steps of a loop may not be needed.
   """
 
   step: Callable[..., tuple[jax.Array, Window]]
-  """`(prepared, window, tokens [S], i) -> (hidden [S, D], window)`: step i = 0, 1, ... of the loop, by row.
+  """`(prepared, window, tokens [S], i) -> (hidden [S, D], window)`: step i = 0, 1, ... of the loop.
 
-  Feeds one token to every row. One that is idle may be fed anything.
+  Feeds one token to every row; an idle row may be fed any token.
   """
 
   merge: Callable[[Cache, Window, jax.Array], Cache]
-  """`(cache, window, count [S]) -> cache`: what the first `count[r]` steps fed to row r is written, nothing else."""
+  """`(cache, window, count [S]) -> cache`: writes the tokens of each row's first `count[r]` steps to the cache."""
 
   lm_head: Callable[[Params], jax.Array]
   """`(prepared) -> [D, V]`."""
 
   prepare: Callable[[Params], Params] = lambda params: params
-  """`(params) -> prepared`: the weights as decoding wants them (joined, say); computed once per policy version."""
+  """`(params) -> prepared`: converts the weights for decoding, e.g. joins kernels; runs once per policy version."""
 
   placement: SlotPlacement | None = None
-  """Set on a mesh (`sharding.cached_on_mesh`), where the functions above keep the cache on its shards; None: JAX's
-  default device."""
+  """Set on a mesh (`parallel.cached_on_mesh`), where the functions above keep the cache sharded. None: JAX's default
+  device."""
 
 
 class Tokenizer(Protocol):
-  """Text to ids and back. Sampled ids are never decoded and re-encoded; only new text is encoded."""
+  """Converts text to token ids and back. Sampled ids are never decoded and encoded again; only new text is encoded."""
 
   vocab_size: int
   stop_ids: Sequence[int]
-  """Ids that end an action (they belong to it)."""
+  """Ids that end an action. The id is part of the action."""
 
   def encode(self, text: str) -> list[int]: ...
 
@@ -136,39 +159,39 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-  """What an environment answers to one action."""
+  """An environment's response to one action."""
 
   observation: str = ""
-  """Text appended to the context, template markup included; not scored by any loss."""
+  """Text to append to the context, including template markup; no loss scores it."""
   reward: float = 0.0
-  """Reward of this action; it is booked on the action's last token."""
+  """Reward of this action; the action's last token receives it."""
   done: bool = False
   """The episode is over."""
   truncated: bool = False
-  """With `done`: it was cut off (out of turns or time) rather than finished."""
+  """With `done`: the episode was cut off (out of turns or time) rather than finished."""
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Anything to log; `success` (bool) is what success rates count (default: reward of the episode > 0)."""
+  """Values to log. Success rates count `success` (bool); by default, an episode with a reward > 0."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-  """What a user writes for a task of their own: one object runs one episode at a time."""
+  """A task's environment, to be implemented for one's own task. One object runs one episode at a time."""
 
   def reset(self, task_index: int) -> str:
-    """Starts an episode of task number `task_index` (any int >= 0: same index, same task) and returns the prompt."""
+    """Starts an episode of task `task_index` (an int >= 0; the same index is the same task), and returns the prompt."""
     ...
 
   def step(self, action: str) -> Step:
-    """Takes the text of one action, stop token included. Called on a worker thread; may block (tools, judges)."""
+    """Responds to the text of one action, stop token included. Runs in a worker thread; may block (tools, judges)."""
     ...
 
   def close(self) -> None:
-    """Frees what the object holds (processes, files). Called once."""
+    """Frees the object's resources (processes, files). Called once."""
     ...
 
 
 EnvironmentFactory: TypeAlias = Callable[[], Environment]
-"""Makes a fresh environment; the engine holds one per live episode and reuses it for the next."""
+"""Makes an environment. The engine holds one per live episode, and reuses it for later episodes."""
 
 
 Split: TypeAlias = Literal["train", "eval"]
@@ -176,52 +199,50 @@ Split: TypeAlias = Literal["train", "eval"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Domain:
-  """A task as the training loop sees it: environments, the tokenizer they are written for, and demonstrations if
-  any."""
+  """A task in the form that the training loop uses: environments, their tokenizer and, optionally, demonstrations."""
 
   make_env: Callable[[Split], Environment]
-  """Makes an environment of the training tasks or of the held-out ones."""
+  """Makes an environment of the training tasks or of the held-out tasks."""
   tokenizer: Tokenizer
   num_train_tasks: int
-  """Training tasks: `reset` is called with 0 .. num_train_tasks - 1, in a new order on every pass."""
+  """Number of training tasks: `reset` is called with 0 .. num_train_tasks - 1, in a new order on every pass."""
   num_eval_tasks: int
-  """Held-out tasks."""
+  """Number of held-out tasks."""
   demonstrate: Callable[[int, np.random.Generator], Sequence[tuple[str, bool]]] | None = None
-  """`(training task, rng) -> pieces of (text, is_action)`: one episode to imitate in the warm start; None: no warm
+  """`(training task, rng) -> pieces of (text, is_action)`: an episode to imitate in the warm start. None: no warm
   start."""
   close: Callable[[], None] = lambda: None
-  """Frees what the environments share (a pool of interpreters, say)."""
+  """Frees resources that the environments share, e.g. a pool of interpreters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
-  """One finished episode, on the host: prompt, actions and observations as one token string.
+  """A finished episode, on the host: prompt, actions and observations as one sequence of tokens.
 
-  `ValueError` if the arrays do not agree (see `__post_init__`): in particular an action token without a log-prob or a
-  version is refused, never filled in. A log-prob in (0, `LOGP_ROUNDING`] becomes 0.
+  Raises `ValueError` if the arrays do not agree. In particular, an action token without a log-prob or a version is an
+  error; it is never filled in. A log-prob in (0, `LOGP_ROUNDING`] becomes 0.
   """
 
-  tokens: np.ndarray
-  """`[T]` int32."""
-  action_mask: np.ndarray
-  """`[T]` bool: True where the policy wrote the token. False at index 0."""
-  behavior_logp: np.ndarray
-  """`[T]` float32: log-prob the engine sampled the token with (its weights and temperature then); NaN off actions."""
-  versions: np.ndarray
-  """`[T]` int32: policy version that sampled the token; -1 off actions."""
-  rewards: np.ndarray
-  """`[T]` float32: reward booked on the last token of each action, 0 elsewhere."""
+  tokens: Int32[np.ndarray, "T"]
+  action_mask: Bool[np.ndarray, "T"]
+  """True on tokens that the policy wrote. False at index 0."""
+  behavior_logp: Float32[np.ndarray, "T"]
+  """Log-prob that the engine sampled the token with (its weights and temperature then); NaN off actions."""
+  versions: Int32[np.ndarray, "T"]
+  """Policy version that sampled the token; -1 off actions."""
+  rewards: Float32[np.ndarray, "T"]
+  """Reward of each action on its last token, 0 elsewhere."""
   ended: Ended
   task_index: int
   episode_id: int
-  """Number of the episode in the run: unique, and what resume counts."""
+  """Unique number of the episode in the run; a resumed run continues the numbering."""
   group_id: int
-  """Episodes of one prompt that are compared with one another share it (group methods); else equal to `episode_id`."""
+  """Shared by episodes of one prompt that are compared with one another (group methods); otherwise `episode_id`."""
   num_turns: int
   """Number of actions."""
   success: bool
   text: str = ""
-  """Readable form, for samples that are written to disk; may be empty."""
+  """Readable form, for samples written to disk; may be empty."""
 
   def __post_init__(self) -> None:
     length = self.tokens.shape[0] if self.tokens.ndim == 1 else -1
@@ -242,7 +263,7 @@ class Trajectory:
     if length < 2 or self.action_mask[0] or not self.action_mask.any():
       raise ValueError(
         f"Trajectory {self.episode_id} must have a prompt and at least one action token; received {length} tokens, "
-        f"{int(self.action_mask.sum())} of them actions; first an action: {bool(self.action_mask[:1].any())}."
+        f"{int(self.action_mask.sum())} of them actions; first one an action: {bool(self.action_mask[:1].any())}."
       )
     logp = self.behavior_logp[self.action_mask]
     positive = logp > np.float32(LOGP_ROUNDING)
@@ -266,16 +287,17 @@ class Trajectory:
 
   @property
   def num_actions(self) -> int:
-    """Number of action tokens: `l` of the length-adaptive lambda."""
+    """Number of action tokens, the l of the length-adaptive λ."""
     return int(self.action_mask.sum())
 
   @property
   def total_reward(self) -> float:
+    """Sum of the rewards."""
     return float(self.rewards.sum())
 
   @property
   def oldest_version(self) -> int:
-    """Oldest policy version among the action tokens: staleness is the learner's version at use minus this."""
+    """Oldest policy version among the action tokens. Staleness is the learner's version at use minus this."""
     return int(self.versions[self.action_mask].min())
 
   @property
@@ -293,24 +315,20 @@ class TokenBatch:
   False.
   """
 
-  tokens: jax.Array
-  """int32."""
-  positions: jax.Array
-  """int32: position inside the segment, from 0."""
-  segment_ids: jax.Array
-  """int32: 0 is padding; segments of a row count from 1."""
-  action_mask: jax.Array
-  """bool."""
-  behavior_logp: jax.Array
-  """float32: 0 off actions (never read there)."""
-  rewards: jax.Array
-  """float32."""
-  lambda_policy: jax.Array
-  """float32: the trajectory's length-adaptive lambda on all its tokens (Section 3.2)."""
-  turn_ids: jax.Array
-  """int32: number of the action (turn) a token belongs to, from 1; 0 off actions."""
-  truncated: jax.Array
-  """bool: True on all tokens of a trajectory that was cut off; where bootstrapping is on, its end is bootstrapped."""
-  baseline_adv: jax.Array
-  """float32: advantage from rewards alone (group or running-mean baseline) on all tokens of a trajectory; 0 if
-  unused."""
+  tokens: Int32[Array, "*M B T"]
+  positions: Int32[Array, "*M B T"]
+  """Position in the segment, from 0."""
+  segment_ids: Int32[Array, "*M B T"]
+  """0 is padding; the segments of a row count from 1."""
+  action_mask: Bool[Array, "*M B T"]
+  behavior_logp: Float32[Array, "*M B T"]
+  """0 off actions, where it is never read."""
+  rewards: Float32[Array, "*M B T"]
+  lambda_policy: Float32[Array, "*M B T"]
+  """The trajectory's length-adaptive λ, on all its tokens (Section 3.2)."""
+  turn_ids: Int32[Array, "*M B T"]
+  """Number of the action (turn) that a token belongs to, from 1; 0 off actions."""
+  truncated: Bool[Array, "*M B T"]
+  """True on all tokens of a trajectory that was cut off. With `truncation="bootstrap"`, its end is bootstrapped."""
+  baseline_adv: Float32[Array, "*M B T"]
+  """Advantage from rewards alone (e.g. group or running mean), on all tokens of the trajectory; 0 if unused."""

@@ -20,7 +20,6 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
 
 
-
 def rules(text: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
   """The table of `CONTRIBUTING.md`: what each package may import of the library, and the libraries confined to some.
 
@@ -37,8 +36,8 @@ def rules(text: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
 
 PACKAGES, CONFINED = rules((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 OPS_MAY_IMPORT = {
-  "__future__", "abc", "chex", "collections", "dataclasses", "enum", "functools", "jax", "math", "numpy", "operator",
-  "typing",
+  "__future__", "abc", "chex", "collections", "dataclasses", "enum", "functools", "jax", "jaxtyping", "math", "numpy",
+  "operator", "typing",
 }  # fmt: skip
 # Calls that a module-level assignment may make, besides those of a class (`Rule(...)`): they build constants.
 CONSTANT_CALLS = {

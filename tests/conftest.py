@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -20,6 +21,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import hypothesis
 import pytest
 
+from tests import shape_checks
+
+shape_checks.install()
+
 hypothesis.settings.register_profile("suite", deadline=None, max_examples=25, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("suite")
 
@@ -28,3 +33,10 @@ hypothesis.settings.load_profile("suite")
 def no_run_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
   """A signal that meets a main thread which goes on compiling would end the process: here that of all tests."""
   monkeypatch.setattr("sao_jax.training.signals._ABORT_AFTER_S", 1000.0)
+
+
+@pytest.fixture
+def own_checks() -> Iterator[None]:
+  """Lets a function's own checks see arguments that its annotations forbid."""
+  with shape_checks.without():
+    yield

@@ -1,8 +1,8 @@
-"""The learner: trajectories to packed rows, critic and policy updates, supervised warm start."""
+"""The learner: packing of trajectories, critic and policy updates, supervised warm start."""
 
 from __future__ import annotations
 
-from sao_jax.learner.algorithms import ALGORITHMS, learner_config
+from sao_jax.learner.algorithms import ALGORITHMS, POLICY_LOSSES, PolicyLoss, learner_config
 from sao_jax.learner.baselines import Baselines, make_baselines
 from sao_jax.learner.batching import PackedBatch, PackStats, pack, pack_batch
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
@@ -14,6 +14,7 @@ from sao_jax.learner.update import Metrics, make_critic_step, make_update_step
 
 __all__ = [
   "ALGORITHMS",
+  "POLICY_LOSSES",
   "Baselines",
   "Counters",
   "LearnerConfig",
@@ -22,6 +23,7 @@ __all__ = [
   "OptimizerConfig",
   "PackStats",
   "PackedBatch",
+  "PolicyLoss",
   "SftState",
   "demonstration_trajectory",
   "init_sft_state",

@@ -1,43 +1,51 @@
 """Advantages from rewards alone, computed on the host for algorithms without a critic.
 
-A baseline never contains the reward it is subtracted from, except for the group's and the batch's mean, which are
-defined so. Prompts are `task_index`; they need not be known beforehand. What is remembered is one small dict that
-JSON can hold.
+A baseline does not contain the reward that it is subtracted from, except for the means of a group or a batch, which are
+defined that way. A prompt is a `task_index`; prompts need not be known beforehand.
+
+The arithmetic is that of `ops.baselines`, whose states have a fixed number of prompts. Here the memory is a dict, which
+grows with the prompts and is plain JSON. Each call makes a state of its own prompts from the dict, updates it, and
+writes it back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32, Int
 
+from sao_jax import ops
 from sao_jax.learner.config import LearnerConfig
-from sao_jax.ops import advantages as advantage_ops
 from sao_jax.types import Trajectory
 
 PROMPT_WINDOW = 8
 GLOBAL_WINDOW = 128
 
 
+@runtime_checkable
 class Baselines(Protocol):
-  """Turns the trajectories of one learner step into one advantage each."""
+  """Computes an advantage for each trajectory of a learner step."""
 
-  def advantages(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
-    """`[N]` float32; remembers the rewards for later calls."""
+  def advantages(self, trajectories: Sequence[Trajectory]) -> Float32[np.ndarray, "N"]:
+    """Returns one advantage per trajectory, and remembers the rewards for later calls."""
     ...
 
   def state(self) -> dict[Any, Any]:
-    """What is remembered, in types that JSON can hold. Cheap for many prompts: it is taken before every step."""
+    """Returns the memory in JSON types. It is taken before every step, so it must be cheap for many prompts."""
     ...
 
   def restore(self, state: dict[Any, Any]) -> None:
-    """Takes back what `state` gave, or what has become of it in JSON."""
+    """Restores a memory returned by `state`, directly or read back from JSON."""
     ...
 
 
 def make_baselines(config: LearnerConfig) -> Baselines | None:
-  """The config's baseline; None for algorithms with a critic, whose batches carry none."""
+  """Makes the config's baseline; None for algorithms with a critic."""
   if config.baseline == "group":
     return GroupBaseline(normalize_std=config.normalize_group_std)
   if config.baseline == "batch_mean":
@@ -52,26 +60,26 @@ def make_baselines(config: LearnerConfig) -> Baselines | None:
 
 
 class _Memoryless:
-  """What baselines of one batch share: nothing to remember."""
+  """Base of baselines that need only the present batch."""
 
   def state(self) -> dict[Any, Any]:
     return {}
 
   def restore(self, state: dict[Any, Any]) -> None:
     if state:
-      raise ValueError(f"{type(self).__name__} remembers nothing; received a state with {sorted(state)}.")
+      raise ValueError(f"{type(self).__name__} has no state to restore; received a state with {sorted(state)}.")
 
 
 class GroupBaseline(_Memoryless):
-  """GRPO: (R - mean of the group) / std of the group; a group is all trajectories of one `group_id`."""
+  """GRPO: A = (R − mean of the group) / std of the group. Trajectories of a group share a `group_id`."""
 
   def __init__(self, *, normalize_std: bool) -> None:
     self._normalize_std = normalize_std
 
-  def advantages(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
+  def advantages(self, trajectories: Sequence[Trajectory]) -> Float32[np.ndarray, "N"]:
     _, ids = np.unique([t.group_id for t in trajectories], return_inverse=True)
-    # As many groups as could be: one compiled shape for every batch size.
-    adv = advantage_ops.group_relative_advantages(
+    # The largest possible number of groups, so that a batch size has one compiled shape.
+    adv = ops.group_relative_advantages(
       _rewards(trajectories),
       ids.astype(np.int32),
       num_groups=len(trajectories),
@@ -81,18 +89,18 @@ class GroupBaseline(_Memoryless):
 
 
 class BatchMean(_Memoryless):
-  """REINFORCE: R - mean of the batch."""
+  """REINFORCE: A = R − mean of the batch."""
 
-  def advantages(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
+  def advantages(self, trajectories: Sequence[Trajectory]) -> Float32[np.ndarray, "N"]:
     rewards = _rewards(trajectories)
     return rewards - rewards.mean()
 
 
 class RunningMeans:
-  """R - mean of the last `window` rewards, of the same prompt or of all (METHOD, baselines; windows 8 and 128).
+  """A = R − mean of the last `window` rewards, of the same prompt or of all (arXiv 2607.07508, Section 4: 8 or 128).
 
-  Trajectories of one call are taken in order, each seeing those before it. Where nothing is remembered yet the
-  advantage is 0: without a baseline a reward says nothing.
+  See `ops.RunningMean`. The trajectories of one call are taken in order: each sees the rewards of those before it. As
+  long as no reward is remembered there is no baseline, and the advantage is 0.
   """
 
   def __init__(self, *, window: int, per_prompt: bool) -> None:
@@ -100,15 +108,22 @@ class RunningMeans:
     self._per_prompt = per_prompt
     self._memory: dict[int, tuple[float, ...]] = {}
 
-  def advantages(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
-    out = np.zeros(len(trajectories), np.float32)
-    for i, reward in enumerate(_rewards(trajectories)):
-      key = int(trajectories[i].task_index) if self._per_prompt else 0  # NumPy's ints are no keys in JSON
-      remembered = self._memory.get(key, ())
-      if remembered:
-        out[i] = reward - sum(remembered) / len(remembered)
-      self._memory[key] = (*remembered, float(reward))[-self._window :]
-    return out
+  def advantages(self, trajectories: Sequence[Trajectory]) -> Float32[np.ndarray, "N"]:
+    rewards = _rewards(trajectories)
+    prompts, first, ids = _prompts([int(t.task_index) if self._per_prompt else 0 for t in trajectories])
+    buffers, seen = np.zeros((len(rewards), self._window), np.float32), np.zeros(len(rewards), np.int32)
+    for row, prompt in enumerate(prompts):
+      past = self._memory.get(prompt, ())
+      buffers[row, : len(past)], seen[row] = past, len(past)
+    state, values = _in_order(_update_mean, ops.RunningMean(jnp.asarray(buffers), jnp.asarray(seen)), ids, rewards)
+    adv = rewards - values
+    adv[first[seen[: len(prompts)] == 0]] = 0.0
+    for row, prompt in enumerate(prompts):
+      count = int(state.seen[row])
+      # The oldest reward comes first: in a ring buffer that has wrapped around, it stands where the next one goes.
+      ring = np.roll(state.rewards[row], -(count % self._window)) if count > self._window else state.rewards[row]
+      self._memory[prompt] = tuple(ring[:count].tolist())
+    return adv
 
   def state(self) -> dict[Any, Any]:
     return dict(self._memory)
@@ -121,12 +136,12 @@ class SpoTracker:
   """Single-stream policy optimization (arXiv 2509.13232): a Beta tracker per prompt, advantages normalised over the
   batch.
 
-  v = a / (a + b); a <- rho a + R, b <- rho b + 1 - R; A = (R - v) / std over the batch, less its mean.
-  Rewards must lie in [0, 1].
+  v = α / (α + β); α ← ρ α + R, β ← ρ β + 1 − R (`ops.ValueTracker`); A = (R − v − mean(R − v)) / std(R − v), with mean
+  and std over the batch. Rewards must lie in [0, 1].
 
-  Deviations: the paper forgets by the KL divergence between visits (rho in [0.875, 0.96]); the host does not know
-  that, so rho is its lower bound, a memory of 8 rewards. A new prompt starts from the mean of all prompts' v (the
-  paper: from 8 samples of its own). Prompts are not re-weighted.
+  Deviations: in the paper, ρ in [0.875, 0.96] follows from the KL divergence between visits. The host does not know it,
+  so ρ is the lower bound, a memory of 8 rewards. A new prompt starts from the mean of all prompts' v (in the paper,
+  from 8 samples of its own). Prompts are not re-weighted.
   """
 
   RHO = 0.875
@@ -134,19 +149,20 @@ class SpoTracker:
   def __init__(self) -> None:
     self._memory: dict[int, tuple[float, float]] = {}
 
-  def advantages(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
+  def advantages(self, trajectories: Sequence[Trajectory]) -> Float32[np.ndarray, "N"]:
     rewards = _rewards(trajectories)
     if ((rewards < 0.0) | (rewards > 1.0)).any():
       raise ValueError(f"SPO needs rewards in [0, 1]; received values from {rewards.min()} to {rewards.max()}.")
     known = [a / (a + b) for a, b in self._memory.values()]
-    start = float(np.mean(known)) if known else 0.5
-    weight = 1.0 / (1.0 - self.RHO)
-    raw = np.zeros(len(trajectories), np.float32)
-    for i, reward in enumerate(rewards):
-      task = int(trajectories[i].task_index)
-      a, b = self._memory.get(task, (weight * start, weight * (1.0 - start)))
-      raw[i] = reward - a / (a + b)
-      self._memory[task] = (self.RHO * a + float(reward), self.RHO * b + 1.0 - float(reward))
+    start = np.full(len(rewards), np.mean(known) if known else 0.5)
+    alpha, beta = (np.array(x) for x in ops.ValueTracker.init(start, rho_min=self.RHO))
+    prompts, _, ids = _prompts([int(t.task_index) for t in trajectories])
+    for row, prompt in enumerate(prompts):
+      alpha[row], beta[row] = self._memory.get(prompt, (alpha[row], beta[row]))
+    state, values = _in_order(_update_tracker, ops.ValueTracker(jnp.asarray(alpha), jnp.asarray(beta)), ids, rewards)
+    for row, prompt in enumerate(prompts):
+      self._memory[prompt] = (float(state.alpha[row]), float(state.beta[row]))
+    raw = rewards - values
     spread = raw.std()
     return (raw - raw.mean()) / spread if spread > 0 else np.zeros_like(raw)
 
@@ -157,5 +173,44 @@ class SpoTracker:
     self._memory = {int(key): (float(a), float(b)) for key, (a, b) in state.items()}
 
 
-def _rewards(trajectories: Sequence[Trajectory]) -> np.ndarray:
+State = TypeVar("State", ops.RunningMean, ops.ValueTracker)
+
+
+def _in_order(
+  update: Callable[[State, jax.Array, jax.Array], State],
+  state: State,
+  ids: Int[np.ndarray, "N"],
+  rewards: Float32[np.ndarray, "N"],
+) -> tuple[State, Float32[np.ndarray, "N"]]:
+  """Updates a state with rewards in order. Returns it, and for each reward the baseline from those before it."""
+  done: tuple[State, Any] = jax.device_get(_scan(update, state, ids, rewards))
+  return done
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scan(
+  update: Callable[[State, jax.Array, jax.Array], State], state: State, ids: jax.Array, rewards: jax.Array
+) -> tuple[State, jax.Array]:
+  def one(state: State, visit: tuple[jax.Array, jax.Array]) -> tuple[State, jax.Array]:
+    prompt, reward = visit
+    return update(state, prompt, reward), state.value(prompt)
+
+  return jax.lax.scan(one, state, (ids, rewards))
+
+
+def _update_mean(state: ops.RunningMean, prompt: jax.Array, reward: jax.Array) -> ops.RunningMean:
+  return state.update(prompt, reward)
+
+
+def _update_tracker(state: ops.ValueTracker, prompt: jax.Array, reward: jax.Array) -> ops.ValueTracker:
+  return state.update(prompt, reward, 0.0, half_life=1.0, rho_min=SpoTracker.RHO, rho_max=SpoTracker.RHO)
+
+
+def _prompts(tasks: Sequence[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
+  """Returns the distinct tasks, the index of each one's first visit, and for each visit the task's row."""
+  prompts, first, ids = np.unique(tasks, return_index=True, return_inverse=True)
+  return prompts.tolist(), first, ids.astype(np.int32)
+
+
+def _rewards(trajectories: Sequence[Trajectory]) -> Float32[np.ndarray, "N"]:
   return np.array([t.total_reward for t in trajectories], np.float32)

@@ -1,4 +1,4 @@
-"""Trajectories to packed rows: whole trajectories, first-fit decreasing, rows of one fixed length."""
+"""Packs whole trajectories into rows of one fixed length, first-fit decreasing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int32, Real
 
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.types import TokenBatch, Trajectory
@@ -18,36 +19,36 @@ class PackStats:
 
   num_trajectories: int
   num_rows: int
-  """Rows that hold something."""
+  """Rows that hold a trajectory."""
   num_microbatches: int
-  """Microbatches that hold something: the trip count of the learner's loops. The rest of `M` is padding, and
+  """Microbatches that hold a trajectory: the trip count of the learner's loops. The rest of `M` is padding, and
   skipped."""
   num_padded_microbatches: int
-  """`M`: what the program was compiled for."""
+  """`M`, for which the program is compiled."""
   tokens: int
   action_tokens: int
   row_fill: float
-  """Tokens / (rows that hold something x row length)."""
+  """tokens / (num_rows x row length)."""
   fill: float
-  """Tokens / tokens computed, i.e. with the empty rows of the used microbatches."""
+  """tokens / tokens that are computed, including the empty rows of the used microbatches."""
 
 
 class PackedBatch(NamedTuple):
-  """A batch for the learner, and how well it is filled."""
+  """A batch for the learner, and its statistics."""
 
   tokens: TokenBatch
-  """`[M, B, T]` NumPy arrays."""
+  """NumPy leaves, `[M, B, T]`."""
   stats: PackStats
 
 
 def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-  """Splits `range(len(lengths))` into rows of at most `row_length`, longest first, each into the first row with room.
+  """Assigns trajectories to rows of at most `row_length` tokens: longest first, each to the first row with room.
 
   >>> first_fit_decreasing([3, 6, 5, 4], row_length=9)
   [[1, 0], [2, 3]]
   """
   order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
-  room = np.full(len(lengths), row_length, dtype=np.int64)  # A row each would do in the worst case.
+  room = np.full(len(lengths), row_length, dtype=np.int64)  # in the worst case, one row each
   rows: list[list[int]] = []
   for index in order:
     row = int(np.argmax(room >= lengths[index]))
@@ -59,7 +60,7 @@ def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[i
 
 
 def bucket_microbatches(used: int, *, minimum: int, multiple: int | None) -> int:
-  """The number of microbatches to compile for: a power of two, or a multiple of `multiple`, at least `minimum`.
+  """Number of microbatches to compile for: a power of two or a multiple of `multiple`, at least `minimum`.
 
   >>> bucket_microbatches(5, minimum=1, multiple=None), bucket_microbatches(5, minimum=1, multiple=3)
   (8, 6)
@@ -76,40 +77,46 @@ def pack(
   row_length: int,
   rows_per_microbatch: int,
   alpha: float,
-  baseline_adv: Sequence[float] | np.ndarray | None = None,
+  baseline_adv: Sequence[float] | Real[np.ndarray, "N"] | None = None,
   lambda_length: Literal["tokens", "turns"] = "tokens",
   min_microbatches: int = 1,
   microbatch_multiple: int | None = None,
 ) -> PackedBatch:
   """Packs whole trajectories into `[M, B, T]` arrays on the host.
 
-  lambda_policy = max(0, 1 - 1 / (alpha l)) per trajectory (METHOD, length-adaptive lambda), l = action tokens or turns.
-  Masks come from lengths and from the trajectories' own masks, never from token ids. Rows are dealt out to the used
-  microbatches in turn, so that each of them holds long and short trajectories alike.
+  Each trajectory gets λ = max(0, 1 − 1 / (α l)), l = its number of action tokens or turns (arXiv 2607.07508, Section
+  3.2). Masks come from lengths and from the trajectories' own masks, never from token ids. Rows are dealt to the used
+  microbatches in turn, so that each holds both long and short trajectories.
 
   Args:
-    trajectories: at least one; none longer than `row_length`.
+    trajectories: at least one, none longer than `row_length`.
     row_length: `T`.
     rows_per_microbatch: `B`.
-    alpha: > 0.
-    baseline_adv: one float per trajectory: its advantage from rewards alone. None: 0.
+    alpha: α > 0.
+    baseline_adv: `[N]`, each trajectory's advantage from rewards alone. None: 0.
     lambda_length: whether l counts action tokens or turns (step-level variants).
-    min_microbatches: `M` is at least this.
+    min_microbatches: lower bound of `M`.
     microbatch_multiple: `M` is a multiple of this; None: a power of two.
 
   Returns:
     The batch, with NumPy leaves, and its statistics.
 
   Raises:
-    ValueError: no trajectory, one that is longer than a row, or a wrong number of baselines.
+    ValueError: there is no trajectory, one is longer than a row, or the number of baselines is wrong.
+
+  >>> from sao_jax.learner import demonstration_trajectory
+  >>> made = demonstration_trajectory(np.array([5, 7, 2]), np.array([False, True, True]))
+  >>> batch, stats = pack([made, made], row_length=8, rows_per_microbatch=1, alpha=1.5)
+  >>> batch.segment_ids.tolist(), batch.positions.tolist(), stats.fill
+  ([[[1, 1, 1, 2, 2, 2, 0, 0]]], [[[0, 1, 2, 0, 1, 2, 0, 0]]], 0.75)
   """
   if not trajectories:
     raise ValueError("pack needs at least one trajectory; received none.")
   for trajectory in trajectories:
     if len(trajectory.tokens) > row_length:
       raise ValueError(
-        f"Trajectory {trajectory.episode_id} has {len(trajectory.tokens)} tokens, more than row_length = {row_length}: "
-        "trajectories are never split or cut; raise row_length, or lower the engine's max_len."
+        f"Trajectory {trajectory.episode_id} has {len(trajectory.tokens)} tokens, more than row_length = {row_length}. "
+        "Trajectories are never split: raise row_length, or lower the engine's max_len."
       )
   baselines = np.zeros(len(trajectories), np.float32) if baseline_adv is None else np.asarray(baseline_adv, np.float32)
   if baselines.shape != (len(trajectories),):
@@ -144,9 +151,11 @@ def pack(
 
 
 def pack_batch(
-  config: LearnerConfig, trajectories: Sequence[Trajectory], baseline_adv: Sequence[float] | np.ndarray | None = None
+  config: LearnerConfig,
+  trajectories: Sequence[Trajectory],
+  baseline_adv: Sequence[float] | Real[np.ndarray, "N"] | None = None,
 ) -> PackedBatch:
-  """`pack` with everything a learner's config says about it."""
+  """`pack` with the settings of a learner's config."""
   return pack(
     trajectories,
     row_length=config.row_length,
@@ -159,8 +168,8 @@ def pack_batch(
   )
 
 
-def turn_ids(action_mask: np.ndarray) -> np.ndarray:
-  """`[T]` int32: number of the run of action tokens that a token belongs to, from 1; 0 off actions.
+def turn_ids(action_mask: Bool[np.ndarray, "T"]) -> Int32[np.ndarray, "T"]:
+  """Numbers the runs of action tokens from 1; 0 off actions.
 
   >>> turn_ids(np.array([False, True, True, False, True]))
   array([0, 1, 1, 0, 2], dtype=int32)
@@ -170,7 +179,7 @@ def turn_ids(action_mask: np.ndarray) -> np.ndarray:
 
 
 def num_turns(trajectory: Trajectory) -> int:
-  """Number of runs of action tokens, which is what the step-level advantages see."""
+  """Number of runs of action tokens, which are the steps of step-level advantages."""
   return int(turn_ids(trajectory.action_mask).max())
 
 

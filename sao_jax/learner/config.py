@@ -1,32 +1,33 @@
-"""Everything the learner can be told, in two frozen dataclasses that refuse what makes no sense."""
+"""Validated learner settings."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
-PolicyLoss: TypeAlias = Literal["dis", "ppo_clip", "icepop", "truncated_is", "gspo"]
+PolicyLossName: TypeAlias = Literal["dis", "ppo_clip", "icepop", "truncated_is", "gspo"]
+"""Rows of `algorithms.POLICY_LOSSES`."""
 Advantage: TypeAlias = Literal["gae", "gae_all_tokens", "step_mean", "step_last", "baseline"]
 Baseline: TypeAlias = Literal["none", "group", "batch_mean", "running_mean", "global_running_mean", "spo"]
 Truncation: TypeAlias = Literal["terminal", "bootstrap"]
 ValuesFrom: TypeAlias = Literal["updated", "previous"]
 
-_CHOICES = (
-  ("policy_loss", ("dis", "ppo_clip", "icepop", "truncated_is", "gspo")),
-  ("advantage", ("gae", "gae_all_tokens", "step_mean", "step_last", "baseline")),
-  ("baseline", ("none", "group", "batch_mean", "running_mean", "global_running_mean", "spo")),
-  ("truncation", ("terminal", "bootstrap")),
-  ("values_from", ("updated", "previous")),
+_CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
+  ("policy_loss", get_args(PolicyLossName)),
+  ("advantage", get_args(Advantage)),
+  ("baseline", get_args(Baseline)),
+  ("truncation", get_args(Truncation)),
+  ("values_from", get_args(ValuesFrom)),
 )
 
 
 _LEAST, _MOST = 1e-37, 1e37
-"""Of numbers that the optimizer divides by or multiplies with: float32, where what is less counts as 0 (a parameter
-without a gradient would become 0 / 0), and what is more as infinite."""
+"""Bounds of numbers that the optimizer divides by or multiplies with in float32. A smaller number would count as 0, and
+a parameter without a gradient become 0 / 0; a larger one would count as infinite."""
 
 
 def require(condition: bool, name: str, received: Any, allowed: str) -> None:
-  """Raises the one form of error that all checks of a config have."""
+  """Raises ValueError unless the condition holds, in the form shared by all checks of a config."""
   if not condition:
     raise ValueError(f"{name} must be {allowed}; received {received!r}.")
 
@@ -37,15 +38,15 @@ class OptimizerConfig:
 
   learning_rate: float
   warmup_steps: int = 0
-  """Optimizer updates over which the rate rises linearly to `learning_rate`; update i (from 1) uses i / warmup_steps
-  of it."""
+  """Number of optimizer updates over which the rate rises linearly to `learning_rate`; update i (from 1) uses
+  i / warmup_steps of it."""
   decay_steps: int | None = None
-  """Optimizer updates at whose end the rate has fallen along a cosine to 5 % of `learning_rate`, where it stays; None:
-  no decay."""
+  """Number of optimizer updates after which the rate has fallen along a cosine to 5 % of `learning_rate`, where it
+  stays. None: no decay."""
   max_grad_norm: float | None = 1.0
-  """Gradients are scaled down to this global norm; None leaves them alone."""
+  """Gradients are scaled down to this global norm; None: no clipping."""
   weight_decay: float = 0.0
-  """Decoupled (AdamW), on parameters with two or more axes."""
+  """Decoupled (AdamW), for parameters with two or more axes."""
   b1: float = 0.9
   b2: float = 0.999
   eps: float = 1e-8
@@ -66,68 +67,68 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
-  """One learner step. `algorithms.learner_config(name)` gives the combinations that have a name."""
+  """Settings of a learner step. `algorithms.learner_config(name)` returns those of a named algorithm."""
 
   policy_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
   critic_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)
 
   # The policy's loss.
-  policy_loss: PolicyLoss = "dis"
+  policy_loss: PolicyLossName = "dis"
   eps_low: float | None = None
-  """Lower bound of DIS is 1 - eps_low. Required with `dis`, as is the other: neither is derived from the other."""
+  """DIS keeps ratios above 1 - eps_low. `dis` requires both bounds; neither is derived from the other."""
   eps_high: float | None = None
-  """Upper bound of DIS is 1 + eps_high: 5.0 means ratios below 6."""
+  """DIS keeps ratios below 1 + eps_high: 5.0 means ratios below 6."""
   clip_low: float = 0.2
-  """`ppo_clip`, `icepop`, `gspo`: the clip interval is (1 - clip_low, 1 + clip_high)."""
+  """`ppo_clip`, `icepop`, `gspo`: ratios are clipped to (1 - clip_low, 1 + clip_high)."""
   clip_high: float = 0.28
   icepop_low: float = 0.5
-  """`icepop`: bounds of pi_old / pi_rollout, as ratios."""
+  """`icepop`: smallest ratio π_old / π_rollout that is kept; `icepop_high` is the largest."""
   icepop_high: float = 5.0
   is_cap: float = 2.0
-  """`truncated_is`: the ratio is cut at this value."""
+  """`truncated_is`: largest ratio; greater ones are set to it."""
   policy_minibatches: int = 1
-  """Policy updates per step, each on its share of the microbatches; pi_old stays that of before the first one."""
+  """Number of policy updates per step, each on its share of the microbatches; π_old is the policy before the first."""
   hold_policy_steps: int = 0
-  """The policy's parameters stay as they are for so many learner steps, while the critic learns."""
+  """Number of learner steps at the start during which only the critic learns."""
   temperature: float = 1.0
-  """Must be the engine's: both sides score the distribution that was sampled from."""
+  """Must equal the engine's, so that both score the distribution that was sampled from."""
   logprob_chunk_size: int = 1024
-  """Tokens whose logits are held at once, by each device."""
+  """Number of tokens whose logits each device holds at once."""
 
   # Advantages.
   advantage: Advantage = "gae"
-  """`gae` skips observations; `gae_all_tokens` reads values at them too; `step_*` give one advantage per turn;
-  `baseline` takes what came with the batch and needs no critic."""
+  """`gae` skips observations; `gae_all_tokens` reads values at them, too; `step_mean` and `step_last` give one
+  advantage per turn; `baseline` takes the advantages that come with the batch, and needs no critic."""
   baseline: Baseline = "none"
-  """With `advantage="baseline"`: where the host takes the advantages from (see `baselines.py`)."""
+  """With `advantage="baseline"`: the baseline that the host computes (see `baselines.py`)."""
   baseline_window: int | None = None
-  """Rewards that a running mean remembers; None: 8 per prompt, 128 when global."""
+  """Number of rewards that a running mean remembers; None: 8 per prompt, 128 if global."""
   normalize_group_std: bool = True
   discount: float = 1.0
   alpha: float = 1.5
-  """lambda = 1 - 1 / (alpha l), l = action tokens of the trajectory (turns for `step_*`)."""
+  """α of the length-adaptive λ = 1 - 1 / (α l), l = number of the trajectory's action tokens (turns for `step_*`)."""
   lambda_policy: float | None = None
-  """A fixed lambda in place of the length-adaptive one."""
+  """A fixed λ in place of the length-adaptive one."""
   whiten_advantages: bool = False
   truncation: Truncation = "terminal"
-  """Whether the value after a cut-off trajectory's last token is added to its return."""
+  """`bootstrap` adds the value after the last token of a cut-off trajectory to its return; `terminal` does not."""
 
   # The critic.
   critic_updates: int = 2
-  """K: passes over the batch, each one optimizer update, before the advantages are computed."""
+  """K: number of critic updates per step, each over the whole batch, before the advantages are computed."""
   lambda_critic: float = 1.0
   frozen_critic: tuple[str, ...] = ("attention",)
-  """Path components of the critic's parameters that are frozen; () trains all of them."""
+  """Path components of frozen parameters of the critic (see `partition.split`); () trains all parameters."""
   values_from: ValuesFrom = "updated"
-  """`previous` takes the advantages' values from before the K updates (ablation)."""
+  """`previous` computes advantages from the values before the K updates (ablation)."""
 
   # Packing.
   row_length: int = 256
   rows_per_microbatch: int = 8
   min_microbatches: int = 1
-  """Batches are padded (at no cost in time) to at least so many microbatches, so that few shapes are compiled."""
+  """Batches are padded to at least this many microbatches, so that few shapes are compiled. Padding takes no time."""
   microbatch_multiple: int | None = None
-  """Above that: to multiples of this; None: to powers of two."""
+  """Larger batches are padded to multiples of this; None: to powers of two."""
 
   def __post_init__(self) -> None:
     for name, allowed in _CHOICES:
@@ -173,14 +174,15 @@ class LearnerConfig:
 
   @property
   def uses_critic(self) -> bool:
+    """Whether advantages come from a value model."""
     return self.advantage != "baseline"
 
   @property
   def per_step(self) -> bool:
-    """Whether one advantage is given per turn rather than per token."""
+    """Whether advantages are per turn rather than per token."""
     return self.advantage in ("step_mean", "step_last")
 
   @property
   def needs_groups(self) -> bool:
-    """Whether several trajectories of one prompt are compared with one another."""
+    """Whether trajectories of the same prompt are compared with one another."""
     return self.baseline == "group"

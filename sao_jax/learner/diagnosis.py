@@ -1,4 +1,4 @@
-"""What was not finite in a batch whose update was skipped, trajectory by trajectory."""
+"""Names the quantities that are not finite in a batch whose update was skipped, trajectory by trajectory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sao_jax.learner.state import LearnerState
 from sao_jax.types import PolicyApply, TokenBatch, Trajectory, ValueApply
 
 Diagnosis: TypeAlias = Callable[[LearnerState, Sequence[Trajectory]], list[list[str]]]
-"""`(state after the skipped update (not donated), its batch) -> names per trajectory`: all empty where only sums over
-the batch overflow. The parameters of the skipped model are those that met the batch."""
+"""`(state after the skipped update (not donated), its batch) -> names per trajectory`. All are empty if only sums over
+the batch overflow. Since the update was skipped, the model's parameters are still those that met the batch."""
 
 
 def make_diagnosis(config: LearnerConfig, policy_apply: PolicyApply, value_apply: ValueApply | None) -> Diagnosis:
-  """Builds what names, for each trajectory, the quantities that are not finite when the learner looks at it alone.
+  """Builds a function that names the quantities of each trajectory that are not finite, each examined on its own.
 
-  Of: reward, behavior_logp, logp, ratio, policy_loss, policy_gradient, value, return, advantage, value_loss,
-  critic_gradient. Costs about a learner step per microbatch-full of trajectories: for use on a skipped batch. Baselines
-  from rewards alone take no part: their advantage is 1 here.
+  The quantities are reward, behavior_logp, logp, ratio, policy_loss, policy_gradient, value, return, advantage,
+  value_loss and critic_gradient. It costs about a learner step per microbatch-full of trajectories, so use it on
+  skipped batches only. Baselines from rewards alone are not examined: their advantage is 1 here.
 
   Args:
     config: the learner's.
@@ -56,7 +56,7 @@ def _quantities(
   batch: TokenBatch,
   used: jax.Array,
 ) -> dict[str, jax.Array]:
-  """Whether each quantity of a batch is finite: bool scalars."""
+  """Returns a bool scalar for each quantity of a batch: True if it is finite."""
   mask = batch.action_mask
 
   def finite(x: jax.Array) -> jax.Array:
@@ -75,13 +75,13 @@ def _quantities(
       "critic_gradient": jnp.isfinite(critic.metrics["critic_grad_norm"]),
     }
   zeros = jnp.zeros_like(batch.behavior_logp)
-  gradient, loss, written = update.policy_gradient(
+  gradient, loss, outputs = update.policy_gradient(
     config, policy_apply, state.policy, batch, adv, 0, used,
-    denominator=jnp.maximum(jnp.sum(mask), 1), written=update.PolicyOutputs(zeros, zeros),
+    denominator=jnp.maximum(jnp.sum(mask), 1), outputs=update.PolicyOutputs(zeros, zeros),
   )  # fmt: skip
   return result | {
-    "logp": finite(written.logp),
-    "ratio": finite(jnp.exp(jnp.where(mask, written.logp - batch.behavior_logp, 0.0))),
+    "logp": finite(outputs.logp),
+    "ratio": finite(jnp.exp(jnp.where(mask, outputs.logp - batch.behavior_logp, 0.0))),
     "policy_loss": jnp.isfinite(loss),
     "policy_gradient": jnp.isfinite(optax.tree.norm(gradient)),
   }

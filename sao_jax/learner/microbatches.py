@@ -1,4 +1,4 @@
-"""Loops over microbatches whose trip count is data: one compiled program, and no work for padding microbatches."""
+"""Loops over microbatches. The trip count is data: one program serves every count, and skips padding microbatches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
 
 from sao_jax.types import Params
 
@@ -14,37 +15,29 @@ Inputs: TypeAlias = Any
 """A pytree of `[M, ...]` arrays."""
 
 LossFn: TypeAlias = Callable[[Params, Any], tuple[jax.Array, Any]]
-"""`(params, inputs of one microbatch) -> (loss, outputs)`: the loss already divided by the batch's denominator."""
-
-
-def _take(inputs: Inputs, index: jax.Array) -> Any:
-  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False), inputs)
-
-
-def _put(buffers: Any, outputs: Any, index: jax.Array) -> Any:
-  return jax.tree.map(lambda b, x: jax.lax.dynamic_update_index_in_dim(b, x, index, axis=0), buffers, outputs)
+"""`(params, inputs of one microbatch) -> (loss, outputs)`, with the loss already divided by the batch's denominator."""
 
 
 def map_microbatches(
-  fn: Callable[[Any], Any], inputs: Inputs, buffers: Any, start: jax.Array | int, stop: jax.Array | int
+  fn: Callable[[Any], Any], inputs: Inputs, buffers: Any, start: Int[Array, ""] | int, stop: Int[Array, ""] | int
 ) -> Any:
-  """Writes `fn(inputs[m])` to `buffers[m]` for `start <= m < stop`; the other entries of `buffers` stay."""
+  """Writes `fn(inputs[m])` to `buffers[m]` for `start <= m < stop`; other entries of `buffers` stay unchanged."""
   return jax.lax.fori_loop(start, stop, lambda m, b: _put(b, fn(_take(inputs, m)), m), buffers)
 
 
 def accumulate_gradients(
-  loss_fn: LossFn, params: Params, inputs: Inputs, buffers: Any, start: jax.Array | int, stop: jax.Array | int
-) -> tuple[Params, jax.Array, Any]:
+  loss_fn: LossFn, params: Params, inputs: Inputs, buffers: Any, start: Int[Array, ""] | int, stop: Int[Array, ""] | int
+) -> tuple[Params, Float32[Array, ""], Any]:
   """Sums gradients and losses of the microbatches `start <= m < stop`.
 
-  The gradient is taken inside the loop's body, so the trip count may be data and activations of one microbatch at a
-  time are alive.
+  The gradient is taken inside the loop's body. The trip count may therefore be data, and only the activations of one
+  microbatch are alive at a time.
 
   Args:
     loss_fn: see `LossFn`.
-    params: what to differentiate by.
+    params: parameters to differentiate with respect to.
     inputs: `[M, ...]` arrays.
-    buffers: `[M, ...]` arrays; `loss_fn`'s outputs for `m` replace entry `m`.
+    buffers: `[M, ...]` arrays; the outputs of `loss_fn` for microbatch m replace entry m.
     start: first microbatch.
     stop: one past the last.
 
@@ -61,3 +54,11 @@ def accumulate_gradients(
 
   zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
   return jax.lax.fori_loop(start, stop, body, (zeros, jnp.zeros((), jnp.float32), buffers))
+
+
+def _take(inputs: Inputs, index: jax.Array) -> Any:
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False), inputs)
+
+
+def _put(buffers: Any, outputs: Any, index: jax.Array) -> Any:
+  return jax.tree.map(lambda b, x: jax.lax.dynamic_update_index_in_dim(b, x, index, axis=0), buffers, outputs)

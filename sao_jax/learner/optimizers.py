@@ -1,4 +1,4 @@
-"""Optimizers, and the guard that every update passes: not finite or nothing to learn from means no change at all."""
+"""Optimizers, and a guard that skips updates which are not finite or have nothing to learn from."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Bool, Float32, Int, PyTree
 
 from sao_jax.learner.config import OptimizerConfig
 from sao_jax.types import Params
 
 FINAL_RATE = 0.05
-"""What is left of the learning rate after its decay."""
+"""Share of the learning rate that is left after its decay."""
 
 
 class Applied(NamedTuple):
-  """What became of one update."""
+  """Result of one update, applied or skipped."""
 
   params: Params
   opt_state: optax.OptState
-  grad_norm: jax.Array
-  """Global norm before clipping; float32."""
-  nonfinite: jax.Array
-  """bool: loss, gradient or something that they are made of was not finite, and the update was skipped."""
-  empty: jax.Array
-  """bool: no token contributed, and the update was skipped."""
+  grad_norm: Float32[Array, ""]
+  """Global norm before clipping."""
+  nonfinite: Bool[Array, ""]
+  """Skipped, because the loss, the gradient or an input of theirs was not finite."""
+  empty: Bool[Array, ""]
+  """Skipped, because no token contributed."""
 
 
 def learning_rate(config: OptimizerConfig) -> optax.Schedule:
@@ -55,7 +56,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: Params) -> optax.OptState:
-  """The optimizer's first state; moments are float32 whatever the parameters' dtype."""
+  """Makes the optimizer's initial state. Moments are float32 whatever the parameters' dtype."""
   return optimizer.init(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params))
 
 
@@ -65,27 +66,26 @@ def guarded_update(
   opt_state: optax.OptState,
   params: Params,
   *,
-  loss: jax.Array,
-  kept: jax.Array,
-  finite: jax.Array | bool = True,
-  allowed: jax.Array | bool = True,
+  loss: Float32[Array, ""],
+  kept: Int[Array, ""],
+  finite: Bool[Array, ""] | bool = True,
+  allowed: Bool[Array, ""] | bool = True,
 ) -> Applied:
-  """One optimizer update, or none: parameters, moments and counts then stay bit for bit what they were.
+  """Applies one optimizer update, or skips it: then parameters, moments and counts do not change in any bit.
 
-  It is skipped if the loss, the gradient or what they are made of is not finite, if no token was kept (weight decay and
-  momentum would move the parameters all the same), or if it is not `allowed`.
+  The update is skipped if the loss, the gradient or an input of theirs is not finite, if no token was kept (weight
+  decay and momentum would move the parameters even then), or if it is not `allowed`.
 
   Args:
     optimizer: from `make_optimizer`.
-    gradients: float32, the structure of `params`.
+    gradients: float32, same structure as `params`.
     opt_state: the optimizer's state.
-    params: what to update.
-    loss: float32 scalar.
-    kept: number of tokens that contributed to the loss, scalar. Tokens that the loss masks (DIS) did not: a batch of
-      them alone has a gradient of zero, and moves nothing.
-    finite: bool scalar; False says that log-probs, values, advantages or targets are not finite, which a loss that
-      masks tokens need not show.
-    allowed: bool scalar; False also skips, and counts as neither kind of fault.
+    params: the parameters.
+    loss: the loss.
+    kept: number of tokens that contributed to the loss. Tokens in the clip mask do not count: if a batch has no other
+      tokens, its gradient is zero and it should move nothing.
+    finite: False if log-probs, values, advantages or targets are not finite; a loss that masks tokens need not show it.
+    allowed: False skips the update without counting it as nonfinite or empty.
   """
   norm = optax.tree.norm(gradients)
   nonfinite = ~(jnp.isfinite(norm) & jnp.isfinite(loss) & finite)
@@ -106,5 +106,5 @@ def guarded_update(
   )
 
 
-def _is_matrix(params: Params) -> Params:
+def _is_matrix(params: Params) -> PyTree[bool]:
   return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

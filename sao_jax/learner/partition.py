@@ -1,20 +1,20 @@
-"""Which parameters train: decided by exact components of their paths, and reported in a table."""
+"""Trainable and frozen parameters: chosen by exact components of their paths, and reported in a table."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
+from sao_jax.parallel.rules import path_components
 from sao_jax.types import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModuleCount:
-  """Parameters of one kind of module."""
+  """Number of parameters of one kind of module."""
 
   name: str
   total: int
@@ -25,25 +25,26 @@ class ModuleCount:
     return self.total - self.trainable
 
 
-def path_components(path: Sequence[Any]) -> tuple[str, ...]:
-  """The components of a jax key path as plain strings: dict keys, attribute names, positions."""
-  return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
-
-
 def split(params: Params, frozen: Sequence[str]) -> tuple[Params, Params]:
-  """Splits `params` into `(trainable, frozen)`: two trees of the same structure, with None where the other has the
-  leaf.
+  """Splits `params` into `(trainable, frozen)`: two trees of the same structure, each with None for the other's leaves.
 
   A leaf is frozen if one whole component of its path is in `frozen`: `attention` freezes
-  `layers_0/attention/q_norm/scale` and leaves `layers_0/post_attention_norm/scale` alone. To jax a None holds no
-  leaf, so gradients, optimizer states and checkpoints of the trainable part contain nothing of the frozen one.
+  `layers_0/attention/q_norm/scale`, but not `layers_0/post_attention_norm/scale`. JAX does not count None as a leaf, so
+  gradients, optimizer states and checkpoints of the trainable part contain nothing of the frozen one.
 
   Args:
     params: a pytree of arrays.
-    frozen: names of components; empty: everything trains.
+    frozen: names of path components; with none, everything trains.
 
   Raises:
-    ValueError: a name that no path contains, or nothing left to train.
+    ValueError: a name matches no path, or nothing is left to train.
+
+  >>> params = {"attention": {"kernel": jax.numpy.ones(2)}, "mlp": {"kernel": jax.numpy.ones(3)}}
+  >>> trainable, frozen = split(params, ("attention",))
+  >>> jax.tree.map(jax.numpy.shape, trainable)
+  {'attention': {'kernel': None}, 'mlp': {'kernel': (3,)}}
+  >>> jax.tree.map(jax.numpy.shape, frozen)
+  {'attention': {'kernel': (2,)}, 'mlp': {'kernel': None}}
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   paths = [path_components(path) for path, _ in leaves]
@@ -65,7 +66,11 @@ def merge(trainable: Params, frozen: Params) -> Params:
 
 
 def module_kind(path: Sequence[str]) -> str:
-  """The row of the report that a parameter belongs to; its outermost telling component decides."""
+  """Row of the report for a parameter, decided by the outermost component that names a kind of module.
+
+  >>> module_kind(("layers_0", "attention", "q_norm", "scale")), module_kind(("final_norm", "scale"))
+  ('attention', 'norms')
+  """
   for component in path:
     if component == "attention":
       return "attention"
@@ -81,7 +86,7 @@ def module_kind(path: Sequence[str]) -> str:
 
 
 def parameter_counts(params: Params, frozen: Sequence[str] = ()) -> list[ModuleCount]:
-  """Counts by kind of module, the total first; kinds that the model lacks are left out (but for `attention`)."""
+  """Counts parameters by kind of module, the total first. Absent kinds have no row, except for `attention`."""
   trainable, _ = split(params, frozen)
   kinds: dict[str, list[int]] = {"attention": [0, 0]}
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -98,7 +103,7 @@ def parameter_counts(params: Params, frozen: Sequence[str] = ()) -> list[ModuleC
 
 
 def parameter_report(params: Params, frozen: Sequence[str] = (), *, title: str = "parameters") -> str:
-  """A table of `parameter_counts` for people: counts, share of the total, trainable and frozen, trainable share."""
+  """Formats `parameter_counts` as a table: count, share of the total, trainable, frozen, trainable share."""
   rows = parameter_counts(params, frozen)
   whole = max(rows[0].total, 1)
   lines = [f"{title:<12}{'count':>16}{'share':>9}{'trainable':>16}{'frozen':>16}{'trainable':>11}"]

@@ -1,10 +1,11 @@
-"""Log-probs of a packed batch's action tokens: the head is evaluated for nothing else."""
+"""Log-probs of the action tokens of a packed batch. The output head is evaluated at these tokens only."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32
 
 from sao_jax.ops import logprobs, masking
 from sao_jax.parallel.axes import ROWS, axes_for
@@ -13,18 +14,18 @@ from sao_jax.types import PolicyOutput, TokenBatch
 
 def action_logprobs(
   output: PolicyOutput, batch: TokenBatch, *, temperature: float = 1.0, chunk_size: int
-) -> tuple[jax.Array, jax.Array]:
-  """`(log pi(tokens[t] | tokens[:t]), entropy)` of action tokens, both `[B, T]` float32; 0 elsewhere.
+) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
+  """`(log π(tokens[t] | tokens[:t]), entropy)` of action tokens; 0 elsewhere.
 
-  Action tokens are gathered first: from all rows into one, on a mesh by each device from its own part of its rows. All
-  devices then run as many chunks as the one with most of them. A device sums its tokens' gradient of the head by
-  itself, and the devices' sums are added once, after all chunks.
+  Action tokens are gathered first, from all rows into one. On a mesh, each device gathers from its own part of the
+  rows, and all devices run as many chunks as the device with the most tokens. Each device sums the gradient of the head
+  over its own tokens; these sums are added once, after all chunks.
 
   Args:
-    output: of the policy on these rows.
+    output: the policy's output on these rows.
     batch: `[B, T]` leaves.
     temperature: the engine's.
-    chunk_size: tokens whose logits a device holds at once.
+    chunk_size: number of tokens whose logits a device holds at once.
   """
   mesh = jax.sharding.get_abstract_mesh()
   rows, columns = axes_for(mesh, batch.tokens.shape[0], *ROWS), axes_for(mesh, batch.tokens.shape[1], "context")
@@ -38,7 +39,7 @@ def action_logprobs(
 
   head, dtype = output.lm_head, output.lm_head.dtype
   if rows or columns:
-    # Gathered as it is; its cast to float32 is for the way back, the sum over devices, and costs nothing on the way in.
+    # Gathered in its own dtype. The cast costs nothing here, and makes the sum of gradients over devices float32.
     gathered = NamedSharding(mesh, PartitionSpec(None, PartitionSpec.UNCONSTRAINED))
     head = jax.lax.with_sharding_constraint(head, gathered).astype(jnp.float32)
     here = PartitionSpec(rows or None, columns or None)

@@ -1,4 +1,4 @@
-"""What the learner carries from step to step: one pytree, donated to every step and saved as it is."""
+"""State of the learner: one pytree, donated to every step and saved as it is."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int32
 
 from sao_jax.learner import optimizers, partition
 from sao_jax.learner.config import LearnerConfig
-from sao_jax.types import Params
+from sao_jax.parallel.copies import copy_leaves
+from sao_jax.types import AnyArray, Params
 
 StateT = TypeVar("StateT")
 
 
 class Counters(NamedTuple):
-  """Updates that were skipped since the run began; int32 scalars."""
+  """Number of updates that were skipped since the run began."""
 
-  policy_nonfinite: jax.Array
-  critic_nonfinite: jax.Array
-  policy_empty: jax.Array
-  critic_empty: jax.Array
+  policy_nonfinite: Int32[Array, ""]
+  critic_nonfinite: Int32[Array, ""]
+  policy_empty: Int32[Array, ""]
+  critic_empty: Int32[Array, ""]
 
 
 class LearnerState(NamedTuple):
-  """Policy, critic, their optimizers and the counts.
+  """Policy, critic, their optimizers and counts.
 
-  The jitted steps donate it: whoever else needs the parameters (the rollout engine) takes a copy.
+  Jitted steps donate it, so others that need the parameters (the rollout engine) must take a copy.
   """
 
   policy: Params
@@ -35,37 +37,37 @@ class LearnerState(NamedTuple):
   critic: Params | None
   """All parameters of the critic, frozen ones included; None for algorithms without a critic."""
   critic_opt: optax.OptState | None
-  """State for the trainable parameters only."""
-  step: jax.Array
-  """int32: learner steps done."""
+  """For the trainable parameters only."""
+  step: Int32[Array, ""]
+  """Number of learner steps done."""
   counters: Counters
 
   @property
-  def version(self) -> jax.Array:
-    """Version of the policy: every learner step makes a new one, a skipped or held update included, so that staleness
-    and admission go on."""
+  def version(self) -> Int32[AnyArray, ""]:
+    """Version of the policy. Every learner step makes a new one, even if its update is skipped or held, so that
+    staleness keeps counting."""
     return self.step
 
 
 def init_state(config: LearnerConfig, policy_params: Params, critic_params: Params | None = None) -> LearnerState:
-  """A fresh state that owns its buffers: what is handed in is copied.
+  """Makes an initial state. It owns its buffers: the parameters are copied.
 
   Args:
-    config: decides the optimizers and what of the critic trains.
+    config: decides the optimizers and the frozen parameters of the critic.
     policy_params: the policy's parameters.
     critic_params: the critic's; required by algorithms with a critic, refused by those without.
 
   Raises:
-    ValueError: critic parameters missing or superfluous, or `frozen_critic` names a component that does not exist.
+    ValueError: critic parameters are missing or not used, or `frozen_critic` names a component that does not exist.
   """
   if config.uses_critic != (critic_params is not None):
     wanted = "required" if config.uses_critic else "not used"
     raise ValueError(f"critic_params is {wanted} with advantage={config.advantage!r}; received {type(critic_params)}.")
-  policy = copy(policy_params)
+  policy = copy_leaves(policy_params)
   policy_opt = optimizers.init_optimizer(optimizers.make_optimizer(config.policy_optimizer), policy)
   critic = critic_opt = None
   if critic_params is not None:
-    critic = copy(critic_params)
+    critic = copy_leaves(critic_params)
     trainable, _ = partition.split(critic, config.frozen_critic)
     critic_opt = optimizers.init_optimizer(optimizers.make_optimizer(config.critic_optimizer), trainable)
   state = LearnerState(
@@ -79,20 +81,15 @@ def init_state(config: LearnerConfig, policy_params: Params, critic_params: Para
   return commit(state, policy)
 
 
-def copy(params: Params) -> Params:
-  """The same parameters in buffers of their own, on the same devices."""
-  return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
-
-
 def commit(state: StateT, params: Params) -> StateT:
-  """Ties every leaf of `state` to the devices of `params`, those that lie elsewhere replicated.
+  """Commits every leaf of `state` to the devices of `params`; leaves that lie elsewhere are replicated there.
 
-  A jitted step's outputs are tied to a device if any input is; without this its second call would find other placements
-  than its first, and be compiled again.
+  The outputs of a jitted step are committed if any input is. Without this, the step's second call would see other
+  placements than its first, and compile again.
   """
   first = jax.tree.leaves(params)[0]
   if isinstance(first, jax.core.Tracer):
-    return state  # shapes alone (`jax.eval_shape`): nothing lies anywhere
+    return state  # traced (`jax.eval_shape`): there are no devices
   home = first.sharding
   if isinstance(home, jax.sharding.NamedSharding):
     home = jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())

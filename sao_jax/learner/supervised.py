@@ -1,30 +1,32 @@
-"""Supervised warm start: cross-entropy on the action tokens of demonstrations, packed like any other trajectories."""
+"""Supervised warm start: cross-entropy on the action tokens of demonstrations, packed like rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Bool, Int, Int32, Integer
 
 from sao_jax.learner import batching, microbatches, optimizers, scoring
-from sao_jax.learner import state as state_lib
 from sao_jax.learner.config import OptimizerConfig
+from sao_jax.learner.state import commit
 from sao_jax.ops import masking
+from sao_jax.parallel.copies import copy_leaves
 from sao_jax.types import Params, PolicyApply, TokenBatch, Trajectory
 
 
 class SftState(NamedTuple):
-  """Parameters, their optimizer, and counts (int32); donated to every step."""
+  """Parameters, their optimizer and counts; donated to every step."""
 
   params: Params
   opt_state: optax.OptState
-  step: jax.Array
-  skipped: jax.Array
-  """Updates that were skipped because loss or gradient were not finite, or no token counted."""
+  step: Int32[Array, ""]
+  skipped: Int32[Array, ""]
+  """Updates that were skipped because the loss or gradient was not finite, or no token counted."""
 
 
 SftStep: TypeAlias = Callable[[SftState, TokenBatch, Any], tuple[SftState, dict[str, jax.Array]]]
@@ -32,22 +34,22 @@ SftStep: TypeAlias = Callable[[SftState, TokenBatch, Any], tuple[SftState, dict[
 
 
 def init_sft_state(config: OptimizerConfig, params: Params) -> SftState:
-  """A fresh state that owns its buffers."""
-  params = state_lib.copy(params)
+  """Makes an initial state. It owns its buffers: the parameters are copied."""
+  params = copy_leaves(params)
   opt_state = optimizers.init_optimizer(optimizers.make_optimizer(config), params)
   state = SftState(params, opt_state, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
-  return state_lib.commit(state, params)
+  return commit(state, params)
 
 
 def make_sft_step(
   config: OptimizerConfig, policy_apply: PolicyApply, *, logprob_chunk_size: int = 1024, jit: bool = True
 ) -> SftStep:
-  """Builds the step: loss = -sum over action tokens of log pi / number of action tokens of the batch.
+  """Builds the step: L = −1/N Σ_t M_t log π(tokens[t] | tokens[:t]), with N the batch's number of action tokens.
 
   Args:
     config: the optimizer.
     policy_apply: the policy.
-    logprob_chunk_size: tokens whose logits are held at once, by each device.
+    logprob_chunk_size: number of tokens whose logits each device holds at once.
     jit: compile the step, donating its state; False returns the plain function.
 
   Returns:
@@ -55,7 +57,9 @@ def make_sft_step(
   """
   optimizer = optimizers.make_optimizer(config)
 
-  def step(state: SftState, batch: TokenBatch, num_microbatches: jax.Array) -> tuple[SftState, dict[str, jax.Array]]:
+  def step(
+    state: SftState, batch: TokenBatch, num_microbatches: Int[Array, ""]
+  ) -> tuple[SftState, dict[str, jax.Array]]:
     count = jnp.sum(batch.action_mask)
 
     def loss_fn(params: Params, tokens: TokenBatch) -> tuple[jax.Array, jax.Array]:
@@ -81,17 +85,24 @@ def make_sft_step(
 
 
 def demonstration_trajectory(
-  tokens: np.ndarray, action_mask: np.ndarray, *, index: int = 0, reward: float = 0.0
+  tokens: Integer[np.ndarray, "T"] | Sequence[int],
+  action_mask: Bool[np.ndarray, "T"] | Sequence[bool],
+  *,
+  index: int = 0,
+  reward: float = 0.0,
 ) -> Trajectory:
   """Wraps a demonstration as a `Trajectory`, so that it packs like a rollout.
 
-  Nothing sampled it: its log-probs and versions are zeros that the supervised loss does not read.
+  A demonstration was not sampled. Its log-probs and versions are zeros, which the supervised loss does not read.
 
   Args:
     tokens: `[T]` token ids, prompt first.
-    action_mask: `[T]` bool: what the policy is to imitate.
+    action_mask: `[T]` bool, True on the tokens to imitate.
     index: task index and episode id.
-    reward: booked on the last action token.
+    reward: reward of the last action token.
+
+  >>> demonstration_trajectory(np.array([5, 7, 2]), np.array([False, True, True])).num_actions
+  2
   """
   tokens = np.asarray(tokens, np.int32)
   action_mask = np.asarray(action_mask, np.bool_)

@@ -1,4 +1,7 @@
-"""One learner step, in the paper's order: K critic updates, values, advantages, one policy update."""
+"""One learner step, in the paper's order: K critic updates, values, advantages, one policy update.
+
+Shapes: M microbatches of B rows of T tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from sao_jax.learner import algorithms, microbatches, optimizers, partition, scoring, targets
 from sao_jax.learner.config import LearnerConfig
@@ -15,7 +19,7 @@ from sao_jax.ops import diagnostics, masking, value_losses
 from sao_jax.types import Params, PolicyApply, TokenBatch, ValueApply
 
 Metrics: TypeAlias = dict[str, jax.Array]
-"""Float32 scalars on the device; NaN where a quantity does not exist (no critic, no variance)."""
+"""Float32 scalars on the device; NaN for a quantity that does not exist (no critic, no variance)."""
 
 Step: TypeAlias = Callable[[LearnerState, TokenBatch, Any], tuple[LearnerState, Metrics]]
 """`(state (donated), batch [M, B, T], num_microbatches int32) -> (state, metrics)`."""
@@ -27,60 +31,63 @@ CRITIC_KEYS = (
 
 
 class PolicyOutputs(NamedTuple):
-  """What the policy's forward passes leave behind; `[M, B, T]`, or `[B, T]` of one microbatch."""
+  """Log-probs and entropies of the action tokens: `[M, B, T]`, or `[B, T]` for one microbatch."""
 
-  logp: jax.Array
-  entropy: jax.Array
+  logp: Float32[Array, "*M B T"]
+  entropy: Float32[Array, "*M B T"]
 
 
 class CriticUpdate(NamedTuple):
-  """What K critic updates leave behind."""
+  """Result of K critic updates."""
 
   state: LearnerState
-  v_after: jax.Array
-  """`[M, B, T]`: raw values from before the first update."""
-  returns: jax.Array
-  """`[M, B, T]`: what the first update fitted."""
+  v_after: Float32[Array, "M B T"]
+  """Raw values from before the first update."""
+  returns: Float32[Array, "M B T"]
+  """Targets of the first update."""
   metrics: Metrics
 
 
 def make_update_step(
   config: LearnerConfig, policy_apply: PolicyApply, value_apply: ValueApply | None = None, *, jit: bool = True
 ) -> Step:
-  """Builds the learner step (METHOD 3.2): critic x K -> values with the updated critic -> GAE -> policy.
+  """Builds the learner step of arXiv 2607.07508, Section 3.2: critic x K -> values -> GAE -> policy.
 
-  The policy's objective is sum over action tokens / number of action tokens of the WHOLE batch (masked ones count),
-  whatever the split into microbatches, rows and devices. Microbatches from `num_microbatches` on are not computed.
+  The policy's objective is a sum over action tokens, divided by the number of action tokens of the WHOLE batch, masked
+  ones included. It does not depend on the split into microbatches, rows and devices. Microbatches from
+  `num_microbatches` on are not computed.
 
   Args:
-    config: what to compute.
+    config: the algorithm and its settings.
     policy_apply: the policy.
     value_apply: the value model; required if `config.uses_critic`.
     jit: compile the step, donating its state; False returns the plain function.
 
   Returns:
     The step. Its metrics are device scalars: fetch them once, with `jax.device_get`.
+
+  Raises:
+    ValueError: the algorithm needs a value model, and there is none.
   """
   if config.uses_critic and value_apply is None:
     raise ValueError(f"value_apply is required with advantage={config.advantage!r}; received None.")
 
-  def step(state: LearnerState, batch: TokenBatch, num_microbatches: jax.Array) -> tuple[LearnerState, Metrics]:
-    if value_apply is None or not config.uses_critic:
-      adv = jnp.where(batch.action_mask, batch.baseline_adv, 0.0)
-      critic_metrics = {key: jnp.full((), jnp.nan) for key in CRITIC_KEYS}
-    else:
-      state, v_after, returns, critic_metrics = update_critic(config, value_apply, state, batch, num_microbatches)
-      if config.values_from == "updated":
-        v_after = compute_values(value_apply, state.critic, batch, num_microbatches)
-        if targets.targets_depend_on_values(config):
-          returns = targets.critic_targets(config, v_after, batch)
-      critic_metrics["explained_variance"] = explained_variance(config, v_after, returns, batch)
+  def step(state: LearnerState, batch: TokenBatch, num_microbatches: Int[Array, ""]) -> tuple[LearnerState, Metrics]:
+    if value_apply is not None and config.uses_critic:
+      # K updates of the critic, each on the squared error between V and the λ-returns of action tokens (Section 3.2).
+      critic = update_critic(config, value_apply, state, batch, num_microbatches)
+      # V(s_t) with the updated critic.
+      state, v_after, critic_metrics = values_for_policy(config, value_apply, critic, batch, num_microbatches)
+      # Skip-observation GAE with a length-adaptive λ (Equations 4 and 5).
       adv = targets.policy_advantages(config, v_after, batch)
-    if config.whiten_advantages:
-      adv = jnp.where(batch.action_mask, masking.masked_whiten(adv, batch.action_mask), 0.0)
+    else:
+      # From rewards alone, computed on the host (`baselines.py`).
+      adv, critic_metrics = targets.baseline_advantages(batch), {key: jnp.full((), jnp.nan) for key in CRITIC_KEYS}
+    # One policy update; by default with DIS (Equations 1 to 3).
+    adv = masking.masked_whiten(adv, batch.action_mask) if config.whiten_advantages else adv
     state, policy_metrics = update_policy(config, policy_apply, state, batch, adv, num_microbatches)
     state = state._replace(step=state.step + 1)
-    return state, {**critic_metrics, **policy_metrics, **_counts(state)}
+    return state, {**critic_metrics, **policy_metrics, **_skipped(state)}
 
   return jax.jit(step, donate_argnums=0) if jit else step
 
@@ -88,26 +95,47 @@ def make_update_step(
 def make_critic_step(
   config: LearnerConfig, value_apply: ValueApply, *, num_updates: int | None = None, jit: bool = True
 ) -> Step:
-  """Builds the critic's part of the step alone, for value pretraining; policy and step count stay as they are.
+  """Builds the critic's part of the step, for value pretraining. The policy and the step count stay unchanged.
 
   Args:
-    config: what to compute.
+    config: the algorithm and its settings.
     value_apply: the value model.
     num_updates: updates per call; None: `config.critic_updates`.
-    jit: compile, donating the state.
+    jit: compile the step, donating its state; False returns the plain function.
   """
 
-  def step(state: LearnerState, batch: TokenBatch, num_microbatches: jax.Array) -> tuple[LearnerState, Metrics]:
+  def step(state: LearnerState, batch: TokenBatch, num_microbatches: Int[Array, ""]) -> tuple[LearnerState, Metrics]:
     update = update_critic(config, value_apply, state, batch, num_microbatches, num_updates=num_updates)
-    return update.state, {**update.metrics, **_counts(update.state)}
+    return update.state, {**update.metrics, **_skipped(update.state)}
 
   return jax.jit(step, donate_argnums=0) if jit else step
 
 
+def values_for_policy(
+  config: LearnerConfig,
+  value_apply: ValueApply,
+  critic: CriticUpdate,
+  batch: TokenBatch,
+  num_microbatches: Int[Array, ""],
+) -> tuple[LearnerState, Float32[Array, "M B T"], Metrics]:
+  """Values that the advantages are computed from, of the updated critic or, with `values_from="previous"`, of the old.
+
+  Returns:
+    The updated state, raw values, and the critic's metrics with the explained variance of these values.
+  """
+  v_after, returns = critic.v_after, critic.returns
+  if config.values_from == "updated":
+    v_after = compute_values(value_apply, critic.state.critic, batch, num_microbatches)
+    if targets.targets_depend_on_values(config):
+      returns = targets.critic_targets(config, v_after, batch)
+  explained = explained_variance(config, v_after, returns, batch)
+  return critic.state, v_after, {**critic.metrics, "explained_variance": explained}
+
+
 def compute_values(
-  value_apply: ValueApply, critic: Params, batch: TokenBatch, num_microbatches: jax.Array
-) -> jax.Array:
-  """`[M, B, T]` float32: the value model's raw outputs (one ahead); 0 in microbatches that are not used."""
+  value_apply: ValueApply, critic: Params, batch: TokenBatch, num_microbatches: Int[Array, ""]
+) -> Float32[Array, "M B T"]:
+  """The value model's raw outputs (at index t, the value after `tokens[t]`); 0 in unused microbatches."""
 
   def values(tokens: TokenBatch) -> jax.Array:
     return _value_forward(value_apply, critic, tokens)
@@ -120,17 +148,20 @@ def update_critic(
   value_apply: ValueApply,
   state: LearnerState,
   batch: TokenBatch,
-  num_microbatches: jax.Array,
+  num_microbatches: Int[Array, ""],
   *,
   num_updates: int | None = None,
 ) -> CriticUpdate:
-  """K real optimizer updates of the critic, each over the whole batch; frozen parameters get no gradient at all."""
+  """Makes K optimizer updates of the critic, each over the whole batch. Frozen parameters have no gradient.
+
+  L = 1/N Σ_t M_t (V(s_t) − R_t)², with R the λ-returns of `targets.critic_targets` and N the number of tokens.
+  """
   optimizer = optimizers.make_optimizer(config.critic_optimizer)
   trainable, frozen = partition.split(state.critic, config.frozen_critic)
   mask = targets.critic_mask(config, batch)
   count = jnp.sum(mask)
 
-  # Returns with lambda = 1 are the same in every pass.
+  # Returns with λ = 1 are the same in every pass.
   moving = targets.targets_depend_on_values(config)
   fixed = jnp.zeros_like(batch.rewards)
   if not moving:
@@ -177,27 +208,27 @@ def policy_gradient(
   policy_apply: PolicyApply,
   params: Params,
   batch: TokenBatch,
-  adv: jax.Array,
-  start: jax.Array | int,
-  stop: jax.Array | int,
+  adv: Float[Array, "M B T"],
+  start: Int[Array, ""] | int,
+  stop: Int[Array, ""] | int,
   *,
-  denominator: jax.Array,
-  written: PolicyOutputs,
-  old_logp: jax.Array | None = None,
-) -> tuple[Params, jax.Array, PolicyOutputs]:
-  """Gradient and loss of the microbatches `start <= m < stop`: sum over action tokens / `denominator`.
+  denominator: Int[Array, ""],
+  outputs: PolicyOutputs,
+  old_logp: Float[Array, "M B T"] | None = None,
+) -> tuple[Params, Float32[Array, ""], PolicyOutputs]:
+  """Gradient and loss of the microbatches `start <= m < stop`: a sum over action tokens, divided by `denominator`.
 
   Args:
-    config: the loss.
+    config: names the loss.
     policy_apply: the policy.
     params: its parameters.
-    batch: `[M, B, T]`.
+    batch: `[M, B, T]` leaves.
     adv: `[M, B, T]` advantages.
     start: first microbatch.
     stop: one past the last.
-    denominator: action tokens that the loss is a mean over, scalar.
-    written: log-probs and entropies; the entries of these microbatches are replaced.
-    old_logp: `[M, B, T]` log-probs under pi_old; None: `params` are pi_old.
+    denominator: number of action tokens that the loss is a mean over.
+    outputs: `[M, B, T]` log-probs and entropies; the entries of these microbatches are replaced.
+    old_logp: `[M, B, T]` log-probs under π_old; None: `params` are π_old.
   """
 
   def loss_fn(
@@ -209,7 +240,7 @@ def policy_gradient(
     arguments = (logp, old, tokens.behavior_logp, adv, tokens.action_mask, tokens.segment_ids)
     return jnp.sum(algorithms.policy_loss(config, *arguments)) / denominator, PolicyOutputs(logp, entropy)
 
-  return microbatches.accumulate_gradients(loss_fn, params, (batch, adv, old_logp), written, start, stop)
+  return microbatches.accumulate_gradients(loss_fn, params, (batch, adv, old_logp), outputs, start, stop)
 
 
 def update_policy(
@@ -217,28 +248,28 @@ def update_policy(
   policy_apply: PolicyApply,
   state: LearnerState,
   batch: TokenBatch,
-  adv: jax.Array,
-  num_microbatches: jax.Array,
+  adv: Float[Array, "M B T"],
+  num_microbatches: Int[Array, ""],
 ) -> tuple[LearnerState, Metrics]:
-  """The policy's update (or `policy_minibatches` of them), and everything that is reported about it."""
+  """Makes one policy update, or `policy_minibatches` of them, and returns its metrics."""
   optimizer = optimizers.make_optimizer(config.policy_optimizer)
   split = config.policy_minibatches
-  # With a single update pi_old is the policy itself, and needs no forward pass of its own.
+  # With a single update, π_old is the policy itself, and needs no forward pass of its own.
   old_logp = None if split == 1 else _policy_logp(config, policy_apply, state.policy, batch, num_microbatches)
   counts = jnp.sum(batch.action_mask, axis=(1, 2))
   index = jnp.arange(counts.shape[0])
 
   def one_update(carry: tuple[Params, Any, PolicyOutputs], part: jax.Array) -> tuple[Any, Any]:
-    params, opt_state, written = carry
+    params, opt_state, outputs = carry
     start, stop = part * num_microbatches // split, (part + 1) * num_microbatches // split
     here = (index >= start) & (index < stop)
-    grads, loss, written = policy_gradient(
+    grads, loss, outputs = policy_gradient(
       config, policy_apply, params, batch, adv, start, stop,
-      denominator=jnp.maximum(jnp.sum(jnp.where(here, counts, 0)), 1), written=written, old_logp=old_logp,
+      denominator=jnp.maximum(jnp.sum(jnp.where(here, counts, 0)), 1), outputs=outputs, old_logp=old_logp,
     )  # fmt: skip
-    logp = written.logp
+    logp = outputs.logp
     arguments = (logp if old_logp is None else old_logp, batch.behavior_logp, adv, batch.action_mask, batch.segment_ids)
-    low, high = (side & here[:, None, None] for side in algorithms.left_out(config, logp, *arguments))
+    low, high = (side & here[:, None, None] for side in algorithms.clip_mask(config, logp, *arguments))
     actions = batch.action_mask & here[:, None, None]
     kept = jnp.sum(actions & ~low & ~high)
     finite = _all_finite(logp, actions) & _all_finite(batch.behavior_logp, actions) & _all_finite(adv, actions)
@@ -246,23 +277,25 @@ def update_policy(
     done = optimizers.guarded_update(
       optimizer, grads, opt_state, params, loss=loss, kept=kept, finite=finite, allowed=allowed
     )
-    return (done.params, done.opt_state, written), (loss, done.grad_norm, done.nonfinite, done.empty, low, high)
+    return (done.params, done.opt_state, outputs), (loss, done.grad_norm, done.nonfinite, done.empty, low, high)
 
-  written = PolicyOutputs(jnp.zeros_like(batch.behavior_logp), jnp.zeros_like(batch.behavior_logp))
-  carry, reports = jax.lax.scan(one_update, (state.policy, state.policy_opt, written), jnp.arange(split))
-  params, opt_state, written = carry
+  outputs = PolicyOutputs(jnp.zeros_like(batch.behavior_logp), jnp.zeros_like(batch.behavior_logp))
+  carry, reports = jax.lax.scan(one_update, (state.policy, state.policy_opt, outputs), jnp.arange(split))
+  params, opt_state, outputs = carry
   losses, norms, nonfinite, empty, low, high = reports
   counters = state.counters._replace(
     policy_nonfinite=state.counters.policy_nonfinite + jnp.sum(nonfinite),
     policy_empty=state.counters.policy_empty + jnp.sum(empty),
   )
-  metrics = _policy_metrics(config, batch, adv, written, jnp.any(low, axis=0), jnp.any(high, axis=0))
+  metrics = _policy_metrics(config, batch, adv, outputs, jnp.any(low, axis=0), jnp.any(high, axis=0))
   metrics |= {"policy_loss": jnp.mean(losses), "policy_grad_norm": jnp.mean(norms)}
   return state._replace(policy=params, policy_opt=opt_state, counters=counters), metrics
 
 
-def explained_variance(config: LearnerConfig, v_after: jax.Array, returns: jax.Array, batch: TokenBatch) -> jax.Array:
-  """EV = 1 - Var(R - V) / Var(R) over the tokens that the critic is fitted on."""
+def explained_variance(
+  config: LearnerConfig, v_after: Float[Array, "M B T"], returns: Float[Array, "M B T"], batch: TokenBatch
+) -> Float32[Array, ""]:
+  """EV = 1 − Var(R − V) / Var(R), over the tokens that the critic is fitted on."""
   return diagnostics.explained_variance(targets.values_before(v_after), returns, targets.critic_mask(config, batch))
 
 
@@ -277,23 +310,28 @@ def _value_forward(value_apply: ValueApply, critic: Params, tokens: TokenBatch) 
 def _forward(
   config: LearnerConfig, policy_apply: PolicyApply, params: Params, tokens: TokenBatch
 ) -> tuple[jax.Array, jax.Array]:
-  """`scoring.action_logprobs` at the config's temperature."""
+  """Log-probs and entropies of action tokens at the config's temperature."""
   output = policy_apply(params, tokens.tokens, tokens.positions, tokens.segment_ids)
   return scoring.action_logprobs(output, tokens, temperature=config.temperature, chunk_size=config.logprob_chunk_size)
 
 
 def _policy_logp(
-  config: LearnerConfig, policy_apply: PolicyApply, params: Params, batch: TokenBatch, num_microbatches: jax.Array
-) -> jax.Array:
+  config: LearnerConfig, policy_apply: PolicyApply, params: Params, batch: TokenBatch, num_microbatches: Int[Array, ""]
+) -> Float32[Array, "M B T"]:
   def logp(tokens: TokenBatch) -> jax.Array:
     return _forward(config, policy_apply, params, tokens)[0]
 
-  written = microbatches.map_microbatches(logp, batch, jnp.zeros_like(batch.behavior_logp), 0, num_microbatches)
-  return jax.lax.stop_gradient(written)
+  outputs = microbatches.map_microbatches(logp, batch, jnp.zeros_like(batch.behavior_logp), 0, num_microbatches)
+  return jax.lax.stop_gradient(outputs)
 
 
 def _policy_metrics(
-  config: LearnerConfig, batch: TokenBatch, adv: jax.Array, outputs: PolicyOutputs, low: jax.Array, high: jax.Array
+  config: LearnerConfig,
+  batch: TokenBatch,
+  adv: Float[Array, "M B T"],
+  outputs: PolicyOutputs,
+  low: Bool[Array, "M B T"],
+  high: Bool[Array, "M B T"],
 ) -> Metrics:
   logp, entropy = outputs
   mask = batch.action_mask
@@ -318,7 +356,7 @@ def _policy_metrics(
   }
 
 
-def _counts(state: LearnerState) -> Metrics:
-  """Skipped updates so far, by model and kind."""
+def _skipped(state: LearnerState) -> Metrics:
+  """Number of skipped updates so far, by model and cause."""
   counters = state.counters._asdict()
   return {f"skipped_{name}": value.astype(jnp.float32) for name, value in counters.items()}

@@ -1,4 +1,4 @@
-"""Models: a Linen decoder of the Llama/Qwen3/GLM families, and the callables that the other rooms take."""
+"""Models: a Linen decoder of the Llama, Qwen3 and GLM families, checkpoints, and the callables of `types`."""
 
 from __future__ import annotations
 

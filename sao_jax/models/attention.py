@@ -1,14 +1,15 @@
-"""Attention over packed rows: causal, inside segments; one function, several implementations (`attention_impl`).
+"""Attention over packed rows, causal and within segments: one function with several implementations (`attention_impl`).
 
-* "xla": `jax.nn.dot_product_attention` with a mask; scores of a whole row exist. Short rows.
-* "heads_first": the same from matmuls over contiguous heads: less than half the time with XLA's CPU kernels.
-* "chunked": blocks of queries in a loop, each recomputed in the backward pass; scores of one block exist. Any platform.
-* "splash": the Pallas kernel that JAX ships for TPUs, with a backward pass of its own; scores never leave the core.
-* "auto": "splash" on TPUs where its shapes allow; else up to `CHUNKED_FROM` tokens "heads_first" on CPUs that
-  hold whole rows and "xla" elsewhere, "chunked" beyond.
+* "xla": `jax.nn.dot_product_attention` with a mask. It holds the scores of a whole row; for short rows.
+* "heads_first": the same with matmuls over contiguous heads. On CPUs it takes less than half the time of "xla".
+* "chunked": a loop over blocks of queries, each recomputed in the backward pass. It holds the scores of one block; for
+  any platform.
+* "splash": the Pallas kernel that JAX ships for TPUs, with its own backward pass. Scores never leave the core.
+* "auto": "splash" on TPUs if the shapes allow it. Otherwise, up to `CHUNKED_FROM` tokens, "heads_first" on CPUs that
+  hold whole rows and "xla" elsewhere; "chunked" for longer rows.
 
-On a mesh, rows are split over its row axes, heads over `tensor`, queries over `context`; keys and values of a row are
-small beside its scores, and are gathered along `context`.
+On a mesh, rows are split over its row axes, heads over `tensor`, and queries over `context`. Keys and values are
+gathered along `context`, since they are small beside the scores.
 
 Shapes: B rows, T tokens, H query heads, K key/value heads, Dh head_dim.
 """
@@ -21,6 +22,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
+from jaxtyping import Array, Float, Int
 
 from sao_jax.models.attention_specs import attention_specs
 from sao_jax.parallel.constraints import ambient_mesh
@@ -32,28 +34,35 @@ _LANES = 128
 
 
 def packed_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  segment_ids: jax.Array,
+  q: Float[Array, "B T H Dh"],
+  k: Float[Array, "B T K Dh"],
+  v: Float[Array, "B T K Dh"],
+  segment_ids: Int[Array, "B T"],
   scale: float,
   impl: str = "xla",
   *,
   interpret: bool = False,
-) -> jax.Array:
-  """softmax(scale * q k^T) v over the keys of the same segment that are not later.
+) -> Float[Array, "B T H Dh"]:
+  """softmax(scale · q kᵀ) v over the keys of the same segment up to the query's own position.
 
   Args:
-    q: `[B, T, H, Dh]`.
-    k: `[B, T, K, Dh]`, K a divisor of H.
-    v: `[B, T, K, Dh]`.
-    segment_ids: `[B, T]` int32.
-    scale: of the scores.
-    impl: see the module.
+    q: queries.
+    k: keys; K divides H.
+    v: values.
+    segment_ids: tokens attend only to tokens with the same id.
+    scale: factor of the scores.
+    impl: "auto", "xla", "heads_first", "chunked" or "splash"; see the module.
     interpret: run Pallas kernels in interpret mode (tests on CPU).
 
   Returns:
-    `[B, T, H, Dh]` in q's dtype.
+    The mixed values, in q's dtype.
+
+  Raises:
+    ValueError: unknown `impl`, or "splash" with rows that are not a multiple of 128 tokens per device.
+
+  >>> x, ids = jnp.ones((1, 3, 2, 4)), jnp.array([[1, 1, 2]])
+  >>> packed_attention(x, x[:, :, :1], x[:, :, :1], ids, scale=0.5).shape
+  (1, 3, 2, 4)
   """
   if impl == "auto":
     short = q.shape[1] < CHUNKED_FROM
@@ -61,7 +70,7 @@ def packed_attention(
       functools.partial(packed_attention, scale=scale, impl=choice)
       for choice in ("xla" if short else "chunked", "heads_first" if short else "chunked", "splash")
     )
-    # Rows whose tokens lie on several devices would have to be put together for "heads_first".
+    # "heads_first" would gather rows whose tokens are split over devices.
     mesh = ambient_mesh()
     choices = {"cpu": on_cpu} if mesh is None or mesh.shape["context"] == 1 else {}
     if not (q.shape[1] % _LANES or q.shape[-1] % _LANES):
@@ -85,7 +94,7 @@ def packed_attention(
 
 
 def _heads_first(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float) -> jax.Array:
-  """The first half of a row's queries leaves the second half of its keys out; weights are normed after their use."""
+  """The first half of a row's queries skips the second half of its keys. Weights are normalised after the matmul."""
   (rows, length, _, dim), kv_heads = q.shape, k.shape[2]
   queries = (q * scale).astype(q.dtype).reshape(rows, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
   keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -99,7 +108,7 @@ def _heads_first(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Arra
     scores = scores.reshape(rows, kv_heads, -1, last - first, last)
     scores = jnp.where(allowed[:, None, None, first:last, :last], scores, -jnp.inf)
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1: every token sees itself
+    total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1: every token attends to itself
     mixed = jnp.einsum(
       "bkqs,bksd->bkqd", weights.astype(v.dtype).reshape(rows, kv_heads, -1, last), values[:, :, :last],
       preferred_element_type=jnp.float32,
@@ -119,7 +128,7 @@ def _chunked(
   *,
   scale: float,
 ) -> jax.Array:
-  """Queries `first, first + 1, ...` of a row against all its keys, one block of queries at a time."""
+  """Attention of a row's queries `first, first + 1, ...` to all its keys, one block of queries at a time."""
   rows, length = q.shape[:2]
   block = math.gcd(length, _QUERY_BLOCK)
   keys = jnp.arange(k.shape[1])

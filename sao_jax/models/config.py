@@ -1,4 +1,4 @@
-"""`ModelConfig`: every switch of the llama, qwen3, qwen3_moe and glm4_moe decoders in one place."""
+"""`ModelConfig`: the architecture of llama, qwen3, qwen3_moe and glm4_moe decoders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _check_choice(name: str, received: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _check_kinds(config: Any) -> None:
-  """Refuses what is no number, or one past all bounds, where a number is wanted: configurations come from elsewhere."""
+  """Checks the fields' types, and that numbers are in range: configurations may come from untrusted files."""
   for field in dataclasses.fields(config):
     value, name, kind = getattr(config, field.name), f"{type(config).__name__}.{field.name}", str(field.type)
     if value is None and kind.endswith("| None"):
@@ -46,13 +46,13 @@ def _check_kinds(config: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-  """How rotary frequencies are stretched past the length a model was first trained on."""
+  """Scaling of rotary frequencies beyond the length that a model was first trained on."""
 
   rope_type: str = "default"
   """'default' (none), 'linear', 'llama3' or 'yarn'."""
   factor: float = 1.0
   original_max_position_embeddings: int = 0
-  """Length before stretching: llama3 and yarn."""
+  """llama3 and yarn: length before scaling."""
   low_freq_factor: float = 1.0
   """llama3."""
   high_freq_factor: float = 4.0
@@ -62,13 +62,13 @@ class RopeScaling:
   beta_slow: float = 1.0
   """yarn."""
   attention_factor: float | None = None
-  """yarn: multiplies cos and sin; None computes it from the factor."""
+  """yarn: factor of cos and sin; None computes it from `factor`."""
   truncate: bool = True
   """yarn: round the bounds of the ramp to whole dimensions."""
 
   @staticmethod
   def yarn_attention(factor: float, scale: float = 1.0) -> float:
-    """YaRN's factor on cos and sin: `0.1 * scale * ln(factor) + 1`."""
+    """YaRN's factor of cos and sin: `0.1 * scale * ln(factor) + 1`."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
   def __post_init__(self) -> None:
@@ -85,9 +85,15 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Architecture of a decoder, and how it is computed.
+  """Architecture of a decoder, and the way it is computed.
 
-  The defaults of the optional fields are a dense Qwen3; `num_experts > 0` makes the sparse layers mixtures of experts.
+  The defaults describe a dense Qwen3. With `num_experts > 0`, the sparse layers are mixtures of experts.
+
+  >>> config = ModelConfig(
+  ...   vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48
+  ... )
+  >>> config.rotary_dim, config.is_sparse(0)
+  (8, False)
   """
 
   vocab_size: int
@@ -100,7 +106,7 @@ class ModelConfig:
   """Width of a dense layer's SwiGLU."""
 
   model_type: str = "qwen3"
-  """Hugging Face name of the family: what `save_hf` writes. It changes nothing in the computation."""
+  """Hugging Face name of the family, written by `save_hf`. It does not affect the computation."""
   tie_word_embeddings: bool = True
   attention_bias: bool = False
   """Bias on the q, k and v projections."""
@@ -116,7 +122,7 @@ class ModelConfig:
   """Share of each head's dimensions that is rotated."""
   rope_scaling: RopeScaling = RopeScaling()
   max_position_embeddings: int = 32_768
-  """Kept for checkpoints; nothing is sized by it."""
+  """Kept for checkpoints; no array is sized by it."""
 
   num_experts: int = 0
   """0: every layer is dense."""
@@ -124,19 +130,19 @@ class ModelConfig:
   moe_intermediate_size: int = 0
   """Width of one expert's SwiGLU."""
   router: str = "softmax"
-  """'softmax' (qwen3_moe), or 'sigmoid' with a correction bias that only takes part in the choice (glm4_moe)."""
+  """'softmax' (qwen3_moe), or 'sigmoid' with a correction bias that affects the choice of experts only (glm4_moe)."""
   norm_topk_prob: bool = True
-  """Divide the chosen experts' weights by their sum."""
+  """Whether the chosen experts' weights are divided by their sum."""
   routed_scaling_factor: float = 1.0
   n_group: int = 1
-  """Expert groups; only experts of the `topk_group` best groups may be chosen."""
+  """Number of expert groups; only experts of the `topk_group` best groups can be chosen."""
   topk_group: int = 1
   num_shared_experts: int = 0
-  """Experts that every token passes, as one SwiGLU of this many times `moe_intermediate_size`."""
+  """Number of experts that every token passes through, computed as one SwiGLU of the experts' total width."""
   first_dense_layers: int = 0
-  """The first layers that are dense in spite of `num_experts`."""
+  """Number of layers at the start that are dense in spite of `num_experts`."""
   decoder_sparse_step: int = 1
-  """Layer i is sparse only when (i + 1) is a multiple of it."""
+  """Layer i is sparse only if (i + 1) is a multiple of it."""
   mlp_only_layers: tuple[int, ...] = ()
   """Further layers that are dense."""
 
@@ -147,10 +153,10 @@ class ModelConfig:
   """Those of `generation_config.json`, which transformers prefers; none: there is no such file."""
 
   dtype: str = "float32"
-  """Of activations and matmuls; norms, router, rotation, softmax, logits and values are float32 in any case."""
+  """Dtype of activations and matmuls. Norms, router, rotation, softmax, logits and values are always float32."""
   param_dtype: str = "float32"
   remat: str = "none"
-  """What a layer's backward pass recomputes: 'none', 'full', or 'dots' (all but the results of matmuls)."""
+  """Recomputation in a layer's backward pass: 'none', 'full', or 'dots' (all but the results of matmuls)."""
   moe_impl: str = "auto"
   """'auto' picks by platform and token count; see `moe.py`."""
   attention_impl: str = "auto"
@@ -176,7 +182,7 @@ class ModelConfig:
     _check("ModelConfig.mlp_only_layers", self.mlp_only_layers, layers, "numbers of layers")
     _check("ModelConfig.norm_eps", self.norm_eps, self.norm_eps > 0, "positive")
     _check("ModelConfig.rope_theta", self.rope_theta, self.rope_theta > 0, "positive")
-    rotary = self.rotary_dim + self.rotary_dim % 2  # dimensions turn in pairs
+    rotary = self.rotary_dim + self.rotary_dim % 2  # dimensions are rotated in pairs
     _check(
       "ModelConfig.partial_rotary_factor",
       self.partial_rotary_factor,
@@ -212,15 +218,17 @@ class ModelConfig:
 
   @property
   def rotary_dim(self) -> int:
-    """Dimensions of a head that are rotated; an odd number is rounded up where pairs are formed."""
+    """Number of dimensions of a head that are rotated. An odd number is rounded up to whole pairs."""
     return int(self.head_dim * self.partial_rotary_factor)
 
   @property
   def attention_scale(self) -> float:
+    """Factor of the attention scores."""
     return 1.0 / math.sqrt(self.head_dim)
 
   @property
   def compute_dtype(self) -> jnp.dtype:
+    """`dtype` as a JAX dtype."""
     return jnp.dtype(self.dtype)
 
   def is_sparse(self, layer: int) -> bool:

@@ -1,16 +1,16 @@
-"""The decode loop's form of the decoder: the numbers of `Transformer`, from fewer and larger operations.
+"""The decoder in the form that the decode loop uses: the results of `Transformer`, from fewer and larger operations.
 
-At a few dozen rows per step most of an operation's cost is that it exists, so:
+At a few dozen rows per step, most of the cost of an operation is its overhead. Therefore:
 
 * Small kernels that share an input are joined, once per version of the weights (`prepare`).
-* A loop of C steps works on a window of the cache in which every slot's contents are moved right, to end where the
-  loop's own tokens begin: the C last columns. Step i then writes column `W - C + i` of all rows, one slice instead of
-  a scatter, and only what was fed goes back into the cache at the end (`merge_window`).
-* Rows may come in groups of windows of different lengths: the bytes of the longest context need not be read for all.
-* Angles of all C steps are computed before the loop; queries and keys are normed and rotated together.
+* A loop of C steps works on a window of the cache. There every slot's contents are moved right, so that they end where
+  the loop's own tokens begin: at the last C columns. Step i then writes column `W - C + i` of all rows with one slice
+  instead of a scatter. At the end, only the tokens that were fed go back into the cache (`merge_window`).
+* Rows may come in groups whose windows differ in length, so that a long context is not paid for by all rows.
+* The angles of all C steps are computed before the loop. Queries and keys are normalised and rotated together.
 
-Shapes: S slots, as many rows, in G groups of R = S / G, C steps, W window columns of a group, K key/value heads, Dh
-head_dim.
+Shapes: S slots and as many rows, in G groups of R = S / G; C steps; W window columns of a group; H query heads, K
+key/value heads; Dh head_dim; D hidden_size.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.layers import LayerCache, apply_rope, rms_norm, rope_tables, write_span
 from sao_jax.models.moe import MoE
 from sao_jax.types import Cache, Params
 
-_MASKED = -1e30  # finite: a row without any allowed key gives a uniform softmax rather than NaN
+_MASKED = -1e30  # finite: a row without allowed keys gives a uniform softmax, not NaN
 
 
 class Window(TypedDict):
-  """What a loop of C decode steps carries."""
+  """State of a loop of C decode steps."""
 
   groups: tuple[dict[str, LayerCache], ...]
-  """By group and layer: keys `[R, K, Dh, W]` and values `[R, K, W, Dh]`; column `W - C + i` is position
+  """By group and layer: keys `[R, K, Dh, W]` and values `[R, K, W, Dh]`. Column `W - C + i` is position
   `positions + i`."""
-  slots: jax.Array
-  """`[S]` int32: of each row."""
-  positions: jax.Array
-  """`[S]` int32: of the first step's tokens, by row."""
-  rope: tuple[jax.Array, jax.Array]
-  """cos and sin `[C, S, rotary_dim]`, by row."""
+  slots: Int32[Array, "S"]
+  """Slot of each row."""
+  positions: Int32[Array, "S"]
+  """Position of each row's token in the first step."""
+  rope: tuple[Float32[Array, "C S rotary_dim"], Float32[Array, "C S rotary_dim"]]
+  """cos and sin of each step and row."""
 
 
 def prepare(config: ModelConfig, params: Params) -> Params:
-  """Parameters in the form that `step` wants: query, key and value kernels joined, and the output projection apart.
+  """Converts parameters for `step`: joins the query, key and value kernels, and adds the output projection.
 
-  Gate and up stay two: joined, they are wide enough for XLA's CPU kernels to be split over threads, which took twice
-  as long at 16 rows.
+  Gate and up are not joined. Their joint kernel would be wide enough for XLA's CPU kernels to be split over threads,
+  which took twice as long at 16 rows.
   """
   prepared: dict[str, Any] = {name: params[name] for name in ("embed", "final_norm")}
   tied = config.tie_word_embeddings
@@ -68,19 +69,25 @@ def prepare(config: ModelConfig, params: Params) -> Params:
   return prepared
 
 
-def lm_head(prepared: Params) -> jax.Array:
-  """`[D, V]`: the output projection of prepared parameters."""
+def lm_head(prepared: Params) -> Float[Array, "D V"]:
+  """Returns the output projection of prepared parameters."""
   kernel: jax.Array = prepared["lm_head"]["kernel"]
   return kernel
 
 
 def open_window(
-  config: ModelConfig, cache: Cache, slots: jax.Array, positions: jax.Array, *, steps: int, live_lens: tuple[int, ...]
+  config: ModelConfig,
+  cache: Cache,
+  slots: Int32[Array, "S"],
+  positions: Int32[Array, "S"],
+  *,
+  steps: int,
+  live_lens: tuple[int, ...],
 ) -> Window:
-  """A window for `steps` steps whose first tokens stand at `positions` `[S]`; see `types.CachedPolicy.window`."""
+  """Opens a window for `steps` steps whose first tokens stand at `positions`; see `types.CachedPolicy.window`."""
 
   def move(slot: jax.Array, position: jax.Array, layer: LayerCache, live_len: int) -> LayerCache:
-    first = position + steps  # of the columns that remain, counted in the padded copy
+    first = position + steps  # first column that remains, counted in the padded copy
     around = (live_len, max(live_len - layer["value"].shape[-2], 0))
     key = jnp.pad(layer["key"][slot, ..., :live_len], ((0, 0), (0, 0), around))
     value = jnp.pad(layer["value"][slot, :, :live_len], ((0, 0), around, (0, 0)))
@@ -104,8 +111,8 @@ def open_window(
   )
 
 
-def merge_window(cache: Cache, window: Window, count: jax.Array) -> Cache:
-  """Writes what the first `count[r]` steps fed to row r into the cache; see `types.CachedPolicy.merge`."""
+def merge_window(cache: Cache, window: Window, count: Int32[Array, "S"]) -> Cache:
+  """Writes the tokens of each row's first `count[r]` steps into the cache; see `types.CachedPolicy.merge`."""
   steps = window["rope"][0].shape[0]
   merged = {}
   for name, layer in cache.items():
@@ -119,9 +126,9 @@ def merge_window(cache: Cache, window: Window, count: jax.Array) -> Cache:
 
 
 def step(
-  config: ModelConfig, prepared: Params, window: Window, tokens: jax.Array, i: jax.Array
-) -> tuple[jax.Array, Window]:
-  """Step i of the loop, `[S]` tokens -> `[S, D]` hidden states, by row; see `types.CachedPolicy.step`."""
+  config: ModelConfig, prepared: Params, window: Window, tokens: Int[Array, "S"], i: Int[Array, ""]
+) -> tuple[Float[Array, "S D"], Window]:
+  """Runs step i of the loop: one token to one hidden state per row; see `types.CachedPolicy.step`."""
   rope = tuple(jax.lax.dynamic_index_in_dim(table, i, keepdims=False) for table in window["rope"])
   groups = window["groups"]
   steps = window["rope"][0].shape[0]
@@ -165,7 +172,7 @@ def _linear(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
 def _project(
   config: ModelConfig, layer: Params, x: jax.Array, rope: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """x `[S, D]` -> queries `[S, K, H / K, Dh]`, scaled, and keys and values `[S, K, Dh]`."""
+  """Maps x `[S, D]` to scaled queries `[S, K, H / K, Dh]`, keys and values `[S, K, Dh]`."""
   heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
   qkv = _linear(config, layer["qkv"], x).reshape(-1, heads + 2 * kv_heads, dim)
   qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -179,7 +186,7 @@ def _project(
 def _attend(
   q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, column: jax.Array, allowed: jax.Array
 ) -> tuple[jax.Array, LayerCache]:
-  """One token per row over the `allowed` `[R, W]` columns, its own included, -> `[R, H Dh]`."""
+  """Attention of one token per row to the `allowed` `[R, W]` columns, including its own; returns `[R, H Dh]`."""
   cache = LayerCache(
     key=jax.lax.dynamic_update_slice_in_dim(cache["key"], k[..., None], column, axis=3),
     value=jax.lax.dynamic_update_slice_in_dim(cache["value"], v[:, :, None], column, axis=2),

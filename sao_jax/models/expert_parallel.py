@@ -1,9 +1,9 @@
-"""Expert layers on a mesh: tokens go to all devices that hold other experts, each computes its own, sums come back.
+"""Expert layers on a mesh: tokens travel to the devices that hold the experts, and their sums return.
 
-Drop-free at any imbalance, because nothing is sized by an expected load: along the `expert` axis tokens are
-all-gathered, every device runs its E / n experts on the tokens that chose them, a reduce-scatter adds the parts and
-returns each token to its owner. `tensor` splits the width of experts; weights that lie over `fsdp` and `context`
-are gathered first.
+Along the `expert` axis, tokens are all-gathered. Each device runs its E / n experts on the tokens that chose them. A
+reduce-scatter then adds the parts and returns each token to its owner. No token is dropped at any imbalance, because no
+array is sized by an expected load. `tensor` splits the width of the experts. Weights that are split over `fsdp` and
+`context` are gathered first.
 """
 
 from __future__ import annotations
@@ -15,30 +15,35 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32, Int32
 
 from sao_jax.parallel.axes import EXPERT_SHARD, ROWS, axes_for
 from sao_jax.parallel.constraints import ambient_mesh
 
 Kernels = TypeVar("Kernels", bound=tuple[jax.Array, ...])
 ExpertMlp: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, Kernels], jax.Array]
-"""`(x [N, D], weights [N, k], experts [N, k], kernels) -> [N, D]`; ids past the last expert contribute nothing if their
-weight is 0."""
+"""`(x [N, D], weights [N, k], experts [N, k], kernels) -> [N, D]`. Ids past the last expert, whose weights are 0,
+contribute nothing."""
 
 
 def apply_experts(
-  expert_mlp: ExpertMlp[Kernels], x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels
-) -> jax.Array:
-  """`expert_mlp` over tokens of any leading shape, spread over the ambient mesh if there is one.
+  expert_mlp: ExpertMlp[Kernels],
+  x: Float[Array, "*tokens D"],
+  weights: Float32[Array, "*tokens k"],
+  experts: Int32[Array, "*tokens k"],
+  kernels: Kernels,
+) -> Float[Array, "*tokens D"]:
+  """Applies `expert_mlp` to tokens, spread over the ambient mesh if there is one.
 
   Args:
     expert_mlp: see `ExpertMlp`.
     x: `[B, T, D]` (packed rows) or `[S, D]` (one token per slot).
-    weights: `[..., k]` float32.
-    experts: `[..., k]` int32.
+    weights: weight of each token's k experts.
+    experts: their ids.
     kernels: gate `[E, D, F]`, up `[E, D, F]`, down `[E, F, D]`.
 
   Returns:
-    The shape and dtype of x.
+    The weighted sums, in x's dtype.
   """
   mesh = ambient_mesh()
   if mesh is None:
@@ -63,12 +68,12 @@ def _on_mesh(
   experts: jax.Array,
   kernels: Kernels,
 ) -> jax.Array:
-  make: Any = type(kernels)  # A named tuple: of arrays here, of PartitionSpecs below.
+  make: Any = type(kernels)  # a named tuple, of arrays or of PartitionSpecs
   num_experts, dim, width = kernels[0].shape
   rows, context = axes_for(mesh, x.shape[0], *ROWS), axes_for(mesh, x.shape[1], "context")
   split, tensor = axes_for(mesh, num_experts, "expert"), axes_for(mesh, width, "tensor")
   shard = axes_for(mesh, dim, *EXPERT_SHARD)
-  # With rows that do not divide, every device already holds all tokens and only the sum is left to do.
+  # If the rows do not divide, every device already holds all tokens, and only the sum remains.
   travel = split if "expert" in rows else ()
 
   def local(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels) -> jax.Array:
@@ -91,13 +96,13 @@ def _on_mesh(
   wide, narrow = P(split or None, shard or None, tensor or None), P(split or None, tensor or None, shard or None)
   run = jax.shard_map(
     local, mesh=mesh, in_specs=(tokens, tokens, tokens, make(wide, wide, narrow)), out_specs=tokens,
-    check_vma=False,  # Kernels inside cannot declare over which axes their results vary.
+    check_vma=False,  # kernels inside cannot declare over which axes their results vary
   )  # fmt: skip
   return run(x, weights, experts, kernels)
 
 
 def _gather(kernel: jax.Array, shard: tuple[str, ...], axis: int) -> jax.Array:
-  """One mesh axis after the other, the inner one first: TPUs turn gathers over several axes into costlier sums."""
+  """Gathers along one mesh axis after the other, inner axis first: on TPUs a joint gather becomes a costlier sum."""
   for name in reversed(shard):
     kernel = jax.lax.all_gather(kernel, name, axis=axis, tiled=True)
   return kernel

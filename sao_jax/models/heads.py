@@ -1,4 +1,4 @@
-"""Policies and value models out of the trunk: fresh parameters, and the callables of `types.py`."""
+"""Policies and value models: initial parameters, and the callables of `types`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Int32, Key
 
 from sao_jax.models import decode
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.transformer import Transformer, init_cache
-from sao_jax.types import Cache, CachedPolicy, Params, PolicyApply, PolicyOutput, ValueApply
+from sao_jax.types import AnyArray, Cache, CachedPolicy, Params, PolicyApply, PolicyOutput, ValueApply
 
 
-def _init_trunk(config: ModelConfig, key: jax.Array) -> Params:
+def _init_trunk(config: ModelConfig, key: Key[Array, ""]) -> Params:
   tokens = jnp.zeros((1, 2), jnp.int32)
   return jax.jit(Transformer(config).init)(key, tokens)["params"]
 
 
-def init_policy(config: ModelConfig, key: jax.Array) -> Params:
-  """Fresh parameters of a policy; the key is consumed.
+def init_policy(config: ModelConfig, key: Key[Array, ""]) -> Params:
+  """Initial parameters of a policy; the key is consumed.
 
-  Embeddings and an untied head are normal with `config.init_std`; kernels truncated normal with 1/sqrt(fan_in), those
-  that write to the residual stream divided by sqrt(2 L) as well; norms one, biases zero.
+  Embeddings and an untied head are normal with standard deviation `config.init_std`. Kernels are truncated normal with
+  1/sqrt(fan_in); those that write to the residual stream are also divided by sqrt(2 L). Norms are one, biases zero.
 
   Returns:
-    Nested dict with `embed`, `layers_<i>`, `final_norm` and, when embeddings are not tied, `lm_head/kernel` `[D, V]`.
+    Nested dict with `embed`, `layers_<i>`, `final_norm` and, if embeddings are not tied, `lm_head/kernel` `[D, V]`.
+
+  >>> config = ModelConfig(
+  ...   vocab_size=8, hidden_size=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=4
+  ... )
+  >>> params = init_policy(config, jax.random.key(0))
+  >>> sorted(params), params["embed"]["embedding"].shape
+  (['embed', 'final_norm', 'layers_0'], (8, 4))
   """
   trunk_key, head_key = jax.random.split(key)
   params = dict(_init_trunk(config, trunk_key))
@@ -38,16 +46,17 @@ def init_policy(config: ModelConfig, key: jax.Array) -> Params:
   return params
 
 
-def init_critic(config: ModelConfig, key: jax.Array, policy_params: Params | None = None) -> Params:
-  """Fresh parameters of a value model; the key is consumed.
+def init_critic(config: ModelConfig, key: Key[Array, ""], policy_params: Params | None = None) -> Params:
+  """Initial parameters of a value model; the key is consumed.
 
   Args:
     config: architecture of the trunk.
     key: PRNG key.
-    policy_params: if given, the trunk is COPIED from these (new buffers: either side may be donated).
+    policy_params: if given, the trunk is COPIED from these, so that either side may be donated.
 
   Returns:
-    Nested dict with `embed`, `layers_<i>`, `final_norm` and `value_head` `{kernel [D, 1], bias [1]}`, all zeros.
+    Nested dict with `embed`, `layers_<i>`, `final_norm` and `value_head`: `kernel` `[D, 1]` and `bias` `[1]`, both
+    zero.
   """
   if policy_params is None:
     trunk = dict(_init_trunk(config, key))
@@ -58,9 +67,9 @@ def init_critic(config: ModelConfig, key: jax.Array, policy_params: Params | Non
 
 
 def lm_head(config: ModelConfig) -> Callable[[Params], jax.Array]:
-  """`f(params) -> [D, V]`: the output projection; the transposed embedding when the two are tied."""
+  """Returns `f(params) -> [D, V]`: the output projection, or the transposed embedding if the two are tied."""
 
-  def head(params: Params) -> jax.Array:
+  def head(params: Params) -> Float[Array, "D V"]:
     kernel: jax.Array = params["embed"]["embedding"].T if config.tie_word_embeddings else params["lm_head"]["kernel"]
     return kernel
 
@@ -68,10 +77,22 @@ def lm_head(config: ModelConfig) -> Callable[[Params], jax.Array]:
 
 
 def policy_apply(config: ModelConfig) -> PolicyApply:
-  """`f(params, tokens, positions, segment_ids) -> PolicyOutput(hidden [B, T, D], lm_head [D, V])`."""
+  """Returns `f(params, tokens, positions, segment_ids) -> PolicyOutput(hidden [B, T, D], lm_head [D, V])`.
+
+  >>> config = ModelConfig(
+  ...   vocab_size=8, hidden_size=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=4
+  ... )
+  >>> params = init_policy(config, jax.random.key(0))
+  >>> tokens, positions, segment_ids = jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]]), jnp.array([[1, 1, 1]])
+  >>> output = policy_apply(config)(params, tokens, positions, segment_ids)
+  >>> output.hidden.shape, output.lm_head.shape
+  ((1, 3, 4), (4, 8))
+  """
   model, head = Transformer(config), lm_head(config)
 
-  def apply(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> PolicyOutput:
+  def apply(
+    params: Params, tokens: Int[AnyArray, "B T"], positions: Int[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"]
+  ) -> PolicyOutput:
     hidden: Any = model.apply({"params": params}, tokens, positions, segment_ids)
     return PolicyOutput(hidden=hidden, lm_head=head(params))
 
@@ -79,10 +100,12 @@ def policy_apply(config: ModelConfig) -> PolicyApply:
 
 
 def value_apply(config: ModelConfig) -> ValueApply:
-  """`f(params, tokens, positions, segment_ids) -> [B, T]` float32: value of the state AFTER each token."""
+  """Returns `f(params, tokens, positions, segment_ids) -> [B, T]` float32: the value of the state AFTER each token."""
   model = Transformer(config)
 
-  def apply(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+  def apply(
+    params: Params, tokens: Int[AnyArray, "B T"], positions: Int[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"]
+  ) -> Float32[Array, "B T"]:
     hidden: Any = model.apply({"params": params}, tokens, positions, segment_ids)
     head = params["value_head"]
     values = jnp.dot(hidden.astype(jnp.float32), head["kernel"], precision=jax.lax.Precision.HIGHEST)
@@ -93,10 +116,17 @@ def value_apply(config: ModelConfig) -> ValueApply:
 
 
 def policy_logits(config: ModelConfig) -> Callable[[Params, jax.Array], jax.Array]:
-  """`f(params, tokens [B, T]) -> [B, T, V]` float32 logits, each row one sequence: for checks and small uses."""
+  """Returns `f(params, tokens [B, T]) -> [B, T, V]` float32 logits, with one sequence per row: for small inputs.
+
+  >>> config = ModelConfig(
+  ...   vocab_size=8, hidden_size=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=4
+  ... )
+  >>> policy_logits(config)(init_policy(config, jax.random.key(0)), jnp.array([[3, 1, 4]])).shape
+  (1, 3, 8)
+  """
   model, head = Transformer(config), lm_head(config)
 
-  def logits(params: Params, tokens: jax.Array) -> jax.Array:
+  def logits(params: Params, tokens: Int[AnyArray, "B T"]) -> Float32[Array, "B T V"]:
     hidden: Any = model.apply({"params": params}, tokens)
     return jnp.dot(hidden.astype(jnp.float32), head(params).astype(jnp.float32))
 
@@ -104,19 +134,19 @@ def policy_logits(config: ModelConfig) -> Callable[[Params, jax.Array], jax.Arra
 
 
 def cached_policy(config: ModelConfig) -> CachedPolicy:
-  """The incremental form of the policy that the rollout engine drives; see `types.CachedPolicy`."""
+  """Returns the policy in the incremental form that the rollout engine uses; see `types.CachedPolicy`."""
   model = Transformer(config)
 
   def extend(
     params: Params,
     cache: Cache,
-    tokens: jax.Array,
-    slots: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
+    tokens: Int[AnyArray, "R C"],
+    slots: Int32[AnyArray, "R"],
+    start: Int32[AnyArray, "R"],
+    count: Int32[AnyArray, "R"],
     *,
     live_len: int,
-  ) -> tuple[jax.Array, Cache]:
+  ) -> tuple[Float[Array, "R D"], Cache]:
     return model.apply({"params": params}, cache, tokens, slots, start, count, live_len, method="extend")
 
   def new_cache(num_slots: int, max_len: int) -> Cache:

@@ -1,6 +1,7 @@
-"""The pieces of a decoder layer: RMS norm, rotary embedding, attention (packed and cached) and SwiGLU.
+"""Parts of a decoder layer: RMS norm, rotary embedding, attention (packed and cached) and SwiGLU.
 
-Shapes: B rows, T tokens, S slots, H query heads, K key/value heads, G = H / K, Dh head_dim, D hidden_size.
+Shapes: B packed rows of T tokens; R rows of C tokens for the cache, which has S slots of max_len positions; H query
+heads, K key/value heads, Dh head_dim, D hidden_size.
 """
 
 from __future__ import annotations
@@ -12,40 +13,39 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from sao_jax.models.attention import packed_attention
 from sao_jax.models.config import ModelConfig, RopeScaling
 
-_MASKED = -1e30  # finite: a row without any allowed key gives a uniform softmax rather than NaN
+_MASKED = -1e30  # finite: a row without allowed keys gives a uniform softmax, not NaN
 
 
 class LayerCache(TypedDict):
-  """Keys and values of one layer; time is the keys' last axis, which makes scores a sum over contiguous vectors."""
+  """Keys and values of one layer. Time is the keys' last axis, so that scores are sums of contiguous vectors."""
 
-  key: jax.Array
-  """`[S, K, Dh, max_len]`."""
-  value: jax.Array
-  """`[S, K, max_len, Dh]`."""
+  key: Float[Array, "S K Dh max_len"]
+  value: Float[Array, "S K max_len Dh"]
 
 
 def linear_init(scale: float = 1.0) -> nn.initializers.Initializer:
-  """Truncated normal of standard deviation `scale / sqrt(fan_in)` for `[..., fan_in, fan_out]` kernels."""
+  """Truncated normal initializer of `[..., fan_in, fan_out]` kernels, with deviation `scale / sqrt(fan_in)`."""
 
   def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
     std = scale / math.sqrt(shape[-2])
-    # A normal cut at two standard deviations keeps only 0.8796 of its spread.
+    # Truncation at two standard deviations reduces the spread to 0.8796 of it.
     return (jax.random.truncated_normal(key, -2.0, 2.0, shape) * (std / 0.87962566)).astype(dtype)
 
   return init
 
 
 def residual_scale(config: ModelConfig) -> float:
-  """Shrinks what each of the 2 L branches writes, so that the residual stream starts with unit growth in all."""
+  """Initial scale of the 2 L branches that write to the residual stream, so that together they add unit variance."""
   return 1.0 / math.sqrt(2 * config.num_layers)
 
 
 class Linear(nn.Module):
-  """`x @ kernel (+ bias)` in the config's dtype."""
+  """Affine map `x @ kernel (+ bias)`, in the config's dtype."""
 
   config: ModelConfig
   features: int
@@ -64,15 +64,17 @@ class Linear(nn.Module):
     return y
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
-  """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, in float32; returned in the config's dtype."""
+def rms_norm(
+  x: Float[Array, "*batch D"], scale: Float[Array, "*#batch D"], config: ModelConfig
+) -> Float[Array, "*batch D"]:
+  """x / sqrt(mean(x²) + eps) · scale over the last axis, in float32; returned in the config's dtype."""
   x32 = x.astype(jnp.float32)
   inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
   return (x32 * inverse * scale.astype(jnp.float32)).astype(config.compute_dtype)
 
 
 class RMSNorm(nn.Module):
-  """`rms_norm` with a scale of its own."""
+  """`rms_norm` with a trainable scale."""
 
   config: ModelConfig
 
@@ -82,11 +84,11 @@ class RMSNorm(nn.Module):
     return rms_norm(x, scale, self.config)
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-  """Angular frequencies `[ceil(rotary_dim / 2)]` (radians per position) and the factor on cos and sin.
+def rope_frequencies(config: ModelConfig) -> tuple[Float[np.ndarray, "frequencies"], float]:
+  """Angular frequencies of the ceil(rotary_dim / 2) pairs in radians per position, and the factor of cos and sin.
 
-  Follows the published definitions: "linear" divides by the factor; "llama3" (Llama 3.1) divides only long wavelengths,
-  with a smooth step between; "yarn" (arXiv 2309.00071) ramps over dimensions and rescales attention.
+  As published: "linear" divides frequencies by the factor. "llama3" (Llama 3.1) divides only those of long wavelengths,
+  with a smooth transition. "yarn" (arXiv 2309.00071) ramps over dimensions and rescales attention.
   """
   dim = config.rotary_dim
   scaling = config.rope_scaling
@@ -121,16 +123,22 @@ def _yarn(inverse: np.ndarray, theta: float, dim: int, scaling: RopeScaling) -> 
   return inverse * (1.0 - ramp) + inverse / scaling.factor * ramp, factor
 
 
-def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """cos and sin `[..., rotary_dim]` float32 for `positions` `[...]`; both halves hold the same angles."""
+def rope_tables(
+  config: ModelConfig, positions: Int[Array, "*batch"]
+) -> tuple[Float32[Array, "*batch rotary_dim"], Float32[Array, "*batch rotary_dim"]]:
+  """cos and sin of the rotation at each position. Both halves of the last axis hold the same angles."""
   frequencies, factor = rope_frequencies(config)
   angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
   angles = jnp.concatenate([angles, angles], axis=-1)
   return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """Rotates the first `rotary_dim` dimensions of each head of x `[..., heads, Dh]` (half-split form), in float32."""
+def apply_rope(
+  x: Float[Array, "*batch heads Dh"],
+  cos: Float32[Array, "*batch rotary_dim"],
+  sin: Float32[Array, "*batch rotary_dim"],
+) -> Float[Array, "*batch heads Dh"]:
+  """Rotates the first `rotary_dim` dimensions of each head (half-split form), in float32; returns x's dtype."""
   dim = cos.shape[-1]
   x32 = x.astype(jnp.float32)
   rotary, rest = x32[..., :dim], x32[..., dim:]
@@ -141,13 +149,22 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def extend_attention(
-  q: jax.Array, cache: LayerCache, slots: jax.Array, positions: jax.Array, *, live_len: int, scale: float
-) -> jax.Array:
-  """Queries of R rows, q `[R, C, H, Dh]` at `positions` `[R, C]`, over their slots' entries up to each position."""
+  q: Float[Array, "R C H Dh"],
+  cache: LayerCache,
+  slots: Int32[Array, "R"],
+  positions: Int32[Array, "R C"],
+  *,
+  live_len: int,
+  scale: float,
+) -> Float[Array, "R C H Dh"]:
+  """Attention of each row's queries to the entries of its slot, up to each query's position.
+
+  Entries at or past `live_len` are not read.
+  """
   key = cache["key"][:, :, :, :live_len].at[slots].get(mode="clip")
   value = cache["value"][:, :, :live_len].at[slots].get(mode="clip")
   rows, chunk, heads, dim = q.shape
-  # Queries of a key head as the rows of one matrix: any other order costs the CPU copies of scores and values.
+  # The queries of a key head form the rows of one matrix: other orders make the CPU copy scores and values.
   grouped = (q * scale).reshape(rows, chunk, key.shape[1], -1, dim).transpose(0, 2, 3, 1, 4)
   matrix = grouped.reshape(rows, key.shape[1], -1, dim)
   scores = jnp.einsum("rkmd,rkdt->rkmt", matrix, key, preferred_element_type=jnp.float32)
@@ -158,19 +175,25 @@ def extend_attention(
 
 
 def write_span(
-  array: jax.Array, new: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array, *, time_axis: int
-) -> jax.Array:
-  """Writes `count[r]` entries of row r of `new` into slot `slots[r]` of `array`, from time `start[r]` on.
+  array: Shaped[Array, "S *cached"],
+  new: Shaped[Array, "R *new"],
+  slots: Int32[Array, "R"],
+  start: Int32[Array, "R"],
+  count: Int32[Array, "R"],
+  *,
+  time_axis: int,
+) -> Shaped[Array, "S *cached"]:
+  """Writes the first `count[r]` entries of row r of `new` into slot `slots[r]` of `array`, from time `start[r]` on.
 
-  Row by row, each a slice that is read, changed and put back in place: a scatter computes an address per element.
+  It reads, changes and writes back one slice per row. A scatter would compute an address per element.
 
   Args:
-    array: `[S, ...]`.
-    new: `[R, ...]`, the shape of `array` but for R and for C, its length in time.
-    slots: `[R]` int32; a row outside [0, S) writes nothing.
-    start: `[R]` int32.
-    count: `[R]` int32: at most C, and `start + count` at most the length of `array` in time.
-    time_axis: which axis of a slot's array is time.
+    array: one entry per slot.
+    new: same shape as `array`, except for R rows and C entries in time.
+    slots: slot of each row; a row outside [0, S) writes nothing.
+    start: time of each row's first entry.
+    count: at most C, with `start + count` at most the length of `array` in time.
+    time_axis: axis of time in a slot's array.
 
   Returns:
     `array` with the entries replaced.
@@ -185,7 +208,7 @@ def write_span(
   padding[time_axis] = (width, 0)
 
   def one(r: jax.Array, array: jax.Array) -> jax.Array:
-    # A slice that would stick out starts earlier instead, and the new entries move right inside it.
+    # A slice that would reach past the end starts earlier, and the new entries move right within it.
     shift = jnp.maximum(start[r] - last, 0)
     slot = jnp.clip(slots[r], 0, array.shape[0] - 1)
     inside = (slots[r] == slot) & (at >= shift) & (at < shift + count[r])
@@ -202,9 +225,14 @@ def write_span(
 
 
 def write_rows(
-  cache: LayerCache, k: jax.Array, v: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array
+  cache: LayerCache,
+  k: Float[Array, "R C K Dh"],
+  v: Float[Array, "R C K Dh"],
+  slots: Int32[Array, "R"],
+  start: Int32[Array, "R"],
+  count: Int32[Array, "R"],
 ) -> LayerCache:
-  """Writes `k[r, :count[r]]`, `v[r, :count[r]]` (`[R, C, K, Dh]`) into slot `slots[r]` from position `start[r]` on."""
+  """Writes `k[r, :count[r]]` and `v[r, :count[r]]` into slot `slots[r]`, from position `start[r]` on."""
   return LayerCache(
     key=write_span(cache["key"], k.transpose(0, 2, 3, 1), slots, start, count, time_axis=2),
     value=write_span(cache["value"], v.transpose(0, 2, 1, 3), slots, start, count, time_axis=1),
@@ -237,23 +265,25 @@ class Attention(nn.Module):
   def _output(self, heads: jax.Array) -> jax.Array:
     return self.o_proj(heads.reshape(*heads.shape[:-2], -1))
 
-  def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
-    """x `[B, T, D]` -> `[B, T, D]`."""
+  def __call__(
+    self, x: Float[Array, "B T D"], rope: tuple[jax.Array, jax.Array], segment_ids: Int[Array, "B T"]
+  ) -> Float[Array, "B T D"]:
+    """Attention over packed rows."""
     q, k, v = self._project(x, rope)
     config = self.config
     return self._output(packed_attention(q, k, v, segment_ids, config.attention_scale, config.attention_impl))
 
   def extend(
     self,
-    x: jax.Array,
+    x: Float[Array, "R C D"],
     rope: tuple[jax.Array, jax.Array],
     cache: LayerCache,
-    slots: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
+    slots: Int32[Array, "R"],
+    start: Int32[Array, "R"],
+    count: Int32[Array, "R"],
     live_len: int,
-  ) -> tuple[jax.Array, LayerCache]:
-    """x `[R, C, D]`: up to C tokens for each of R slots."""
+  ) -> tuple[Float[Array, "R C D"], LayerCache]:
+    """Attention of up to C new tokens for each of R slots, over the cache."""
     q, k, v = self._project(x, rope)
     cache = write_rows(cache, k, v, slots, start, count)
     positions = start[:, None] + jnp.arange(x.shape[1])

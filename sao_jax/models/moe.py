@@ -1,13 +1,16 @@
-"""Mixture of experts without dropping: routing, and one `expert_mlp` with several implementations.
+"""Mixture of experts without dropped tokens: routing, and one `expert_mlp` with several implementations.
 
-Every token passes exactly its `num_experts_per_tok` experts, whatever the imbalance. Implementations (`moe_impl`):
+Every token passes through exactly its `num_experts_per_tok` experts, whatever the imbalance. Implementations
+(`moe_impl`):
 
-* "ragged": tokens sorted by expert and `jax.lax.ragged_dot`: GPUs.
-* "gmm": the same with the Pallas grouped matmul that JAX ships: TPUs.
-* "blocks": tokens sorted by expert, each expert's run padded to whole blocks: CPU, where ragged_dot computes every
-  expert on every token.
-* "dense": all experts on all tokens: few tokens (decode), where sorting costs more than it saves.
-* "auto": by the platform; on CPU one of the last two by the static number of tokens.
+* "ragged", for GPUs: tokens sorted by expert, and `jax.lax.ragged_dot`.
+* "gmm", for TPUs: the same with the Pallas grouped matmul that JAX ships.
+* "blocks", for CPUs, where ragged_dot computes every expert on every token: tokens sorted by expert, with each expert's
+  run padded to whole blocks.
+* "dense", for few tokens (decoding), where sorting costs more than it saves: all experts on all tokens.
+* "auto": chosen by the platform; on CPUs "blocks" or "dense", by the static number of tokens.
+
+Shapes: N tokens, k experts per token, E experts of width F, D hidden_size.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from sao_jax.models.config import MOE_IMPLEMENTATIONS, ModelConfig
 from sao_jax.models.expert_parallel import apply_experts
@@ -26,21 +30,21 @@ from sao_jax.models.layers import MLP, linear_init, residual_scale
 
 
 class ExpertKernels(NamedTuple):
-  """Weights of E experts of width F."""
+  """Weights of all experts."""
 
-  gate: jax.Array
-  """`[E, D, F]`."""
-  up: jax.Array
-  """`[E, D, F]`."""
-  down: jax.Array
-  """`[E, F, D]`."""
+  gate: Float[Array, "E D F"]
+  up: Float[Array, "E D F"]
+  down: Float[Array, "E F D"]
 
 
-def route(logits: jax.Array, correction_bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-  """Chooses experts: router logits `[..., E]` float32 -> weights `[..., k]` float32, expert ids int32.
+def route(
+  logits: Float32[Array, "*tokens E"], correction_bias: Float32[Array, "E"] | None, config: ModelConfig
+) -> tuple[Float32[Array, "*tokens k"], Int32[Array, "*tokens k"]]:
+  """Chooses each token's experts from router logits, and returns their weights and ids.
 
-  "softmax" (Qwen3-MoE): the k largest probabilities. "sigmoid" (DeepSeek-V3, GLM-4.5): the k largest of score +
-  correction bias among the `topk_group` groups whose two best sum highest; the weights are the scores without the bias.
+  With "softmax" (Qwen3-MoE), these are the k largest probabilities. With "sigmoid" (DeepSeek-V3, GLM-4.5), groups are
+  ranked by the sum of their two largest values of score + correction bias; from the `topk_group` best groups, the k
+  largest values are chosen. The weights are the scores without the bias.
   """
   top_k = config.num_experts_per_tok
   if config.router == "softmax":
@@ -68,17 +72,17 @@ def _keep_best_groups(choice: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 class _Layout(NamedTuple):
-  """Where each (token, choice) pair lies when pairs are sorted by expert; N tokens, k choices, M rows in all."""
+  """Rows of the (token, choice) pairs when pairs are sorted by expert, M rows in all."""
 
-  source: jax.Array
-  """`[M]` int32: the pair (token * k + choice) in each row; N * k where the row is padding."""
-  row_of: jax.Array
-  """`[N, k]` int32: the row of each pair."""
+  source: Int32[Array, "M"]
+  """The pair (token * k + choice) of each row; N * k in padding rows."""
+  row_of: Int32[Array, "N k"]
+  """The row of each pair."""
 
 
 @jax.custom_vjp
 def _dispatch(x: jax.Array, layout: _Layout) -> jax.Array:
-  """`[N, D]` -> `[M, D]`: each row's token, 0 in padding. The gradient is a gather, too, rather than a scatter."""
+  """Maps `[N, D]` to `[M, D]`: each row's token, 0 in padding. Its gradient is also a gather, not a scatter."""
   return x.at[layout.source // layout.row_of.shape[1]].get(mode="fill", fill_value=0)
 
 
@@ -95,7 +99,7 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @jax.custom_vjp
 def _combine(y: jax.Array, weights: jax.Array, layout: _Layout) -> jax.Array:
-  """`[M, D]`, `[N, k]` -> `[N, D]`: the weighted sum of each token's rows, in float32."""
+  """Maps `[M, D]` and `[N, k]` to `[N, D]`: the weighted sum of each token's rows, in float32."""
   return jnp.einsum("nkd,nk->nd", y[layout.row_of].astype(jnp.float32), weights).astype(y.dtype)
 
 
@@ -119,7 +123,7 @@ _combine.defvjp(_combine_forward, _combine_backward)
 
 @jax.custom_vjp
 def _weights_of(kernel: jax.Array, experts: jax.Array) -> jax.Array:
-  """`[E, ...]`, `[b]` -> `[b, ...]`. The gradient is one small matmul rather than b scattered additions."""
+  """Gathers `[b, ...]` from `[E, ...]` by ids `[b]`. Its gradient is one small matmul, not b scattered additions."""
   return kernel[experts]
 
 
@@ -137,7 +141,7 @@ _weights_of.defvjp(_weights_of_forward, _weights_of_backward)
 
 
 def _dense(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels) -> jax.Array:
-  """All experts as one wide SwiGLU whose hidden units are weighted by the routing (0 where not chosen)."""
+  """All experts as one wide SwiGLU, whose hidden units are weighted by the routing (0 for experts not chosen)."""
   num_experts, dim, width = kernels.gate.shape
   chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
   combine = jnp.einsum("nk,nke->ne", weights, chosen).astype(x.dtype)
@@ -147,7 +151,7 @@ def _dense(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Expert
 
 
 def _sorted_by_expert(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Order of the flattened pairs, their experts in that order, and the number of pairs per expert `[E]`."""
+  """Returns the order of the flattened pairs, their experts in that order, and each expert's number of pairs."""
   flat = experts.reshape(-1)
   order = jnp.argsort(flat, stable=True).astype(jnp.int32)
   sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
@@ -166,7 +170,7 @@ def _ragged(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Exper
 def _gmm(
   x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels, *, interpret: bool = False
 ) -> jax.Array:
-  """The grouped matmul works on whole tiles of rows; what is left over forms a group of its own that it skips."""
+  """Rows are padded to whole tiles. The padding forms a group of its own, which the grouped matmul skips."""
   from jax.experimental.pallas.ops.tpu.megablox import ops as megablox  # Pallas takes long to import.
 
   pairs = experts.size
@@ -178,7 +182,7 @@ def _gmm(
   groups = jnp.concatenate([sizes, (pairs + padding - jnp.sum(sizes))[None]])
 
   def multiply(rows: jax.Array, kernel: jax.Array) -> jax.Array:
-    tiling = (rows_tile, tile, tile)  # alike, since the backward pass swaps the last two
+    tiling = (rows_tile, tile, tile)  # the last two are equal, since the backward pass swaps them
     product: jax.Array = megablox.gmm(rows, kernel, groups, rows.dtype, tiling, interpret=interpret)
     return product
 
@@ -188,12 +192,12 @@ def _gmm(
 
 
 def _tile(kernels: ExpertKernels) -> int:
-  """Side of the kernels' tiles: it divides both dimensions; a multiple of 128 is what a TPU takes."""
+  """Side of the kernels' tiles. It divides both dimensions; TPUs need a multiple of 128."""
   return math.gcd(*kernels.gate.shape[1:], 1024)
 
 
 def _blocks(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels, *, block: int) -> jax.Array:
-  """Rows sorted by expert, each expert's run padded to whole blocks; a batched matmul with one expert per block."""
+  """A batched matmul with one expert per block: each expert's run of sorted rows is padded to whole blocks."""
   num_experts = kernels.gate.shape[0]
   pairs = experts.size
   order, sorted_experts, sizes = _sorted_by_expert(experts, num_experts)
@@ -220,26 +224,31 @@ def _block_size(pairs: int, num_experts: int) -> int:
 def _on_cpu(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels) -> jax.Array:
   num_experts = kernels.gate.shape[0]
   block = _block_size(experts.size, num_experts)
-  # Rows multiplied either way; sorting and gathering weights costs about half as much again as the matmuls.
+  # Compares the rows that each multiplies; sorting and gathering weights adds about half the cost of the matmuls.
   if x.shape[0] * num_experts <= 1.6 * (experts.size + num_experts * block):
     return _dense(x, weights, experts, kernels)
   return _blocks(x, weights, experts, kernels, block=block)
 
 
 def expert_mlp(
-  x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: ExpertKernels, *, impl: str = "auto"
-) -> jax.Array:
-  """Weighted sum of the chosen experts' SwiGLUs: `y[n] = sum_j weights[n, j] * swiglu(experts[n, j])(x[n])`.
+  x: Float[Array, "N D"],
+  weights: Float32[Array, "N k"],
+  experts: Int32[Array, "N k"],
+  kernels: ExpertKernels,
+  *,
+  impl: str = "auto",
+) -> Float[Array, "N D"]:
+  """Weighted sum of the chosen experts' SwiGLUs: y_n = Σ_j weights[n, j] · swiglu_{experts[n, j]}(x_n).
 
   Args:
-    x: `[N, D]`.
-    weights: `[N, k]` float32.
-    experts: `[N, k]` int32; the k experts of a token differ.
-    kernels: of all E experts, in x's dtype.
-    impl: one of `config.MOE_IMPLEMENTATIONS`.
+    x: tokens.
+    weights: weight of each token's experts.
+    experts: their ids; the k experts of a token differ.
+    kernels: weights of all experts, in x's dtype.
+    impl: one of `config.MOE_IMPLEMENTATIONS`; see the module.
 
   Returns:
-    `[N, D]` in x's dtype.
+    The sums, in x's dtype.
 
   Raises:
     ValueError: unknown `impl`.
@@ -259,12 +268,12 @@ def expert_mlp(
 
 
 class MoE(nn.Module):
-  """Router, experts and shared experts of one layer: x `[..., D]` -> `[..., D]`."""
+  """Router, experts and shared experts of one layer."""
 
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
     config = self.config
     weights, experts = route(*Router(config, name="router")(x), config)
     param_dtype, dtype = jnp.dtype(config.param_dtype), config.compute_dtype
@@ -282,12 +291,12 @@ class MoE(nn.Module):
 
 
 class Router(nn.Module):
-  """Router logits in float32, and the bias that sigmoid routing adds for the choice only (no gradient reaches it)."""
+  """Router logits, and the bias that sigmoid routing adds for the choice of experts only (it has no gradient)."""
 
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+  def __call__(self, x: Float[Array, "*tokens D"]) -> tuple[Float32[Array, "*tokens E"], Float32[Array, "E"] | None]:
     config = self.config
     kernel = self.param("kernel", linear_init(), (x.shape[-1], config.num_experts), jnp.dtype(config.param_dtype))
     logits = jnp.dot(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""Splash attention: the Pallas kernel for TPUs that JAX ships, with segments, on a mesh or off it."""
+"""Splash attention: the Pallas kernel for TPUs that JAX ships, with segments, with or without a mesh."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
 from sao_jax.models.attention_specs import attention_specs
 
@@ -21,8 +22,10 @@ _LANES = 128
 
 
 class CausalMask(masks.CausalMask):
-  """JAX's, whose blocks off the diagonal are not computed: to make the kernel for 131,072 tokens, 65,536 blocks of them
-  are looked at four times, which took minutes."""
+  """JAX's causal mask, without computing the blocks off the diagonal.
+
+  To make a kernel for 131,072 tokens, JAX reads 65,536 blocks four times. Computing them took minutes.
+  """
 
   def __getitem__(self, index: Any) -> np.ndarray:
     queries, keys = index
@@ -44,15 +47,15 @@ def _block(shape: tuple[int, int], value: bool) -> np.ndarray:
 
 def attend(
   mesh: AbstractMesh | None,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  segment_ids: jax.Array,
+  q: Float[Array, "B T H Dh"],
+  k: Float[Array, "B T K Dh"],
+  v: Float[Array, "B T K Dh"],
+  segment_ids: Int[Array, "B T"],
   scale: float,
   *,
   interpret: bool = False,
-) -> jax.Array:
-  """See `attention.packed_attention`; `interpret` runs the kernel without a TPU."""
+) -> Float[Array, "B T H Dh"]:
+  """`attention.packed_attention` with this kernel; `interpret` runs it without a TPU."""
   q = (q * scale).astype(q.dtype)
   if mesh is None:
     kernel = make_kernel(q.shape[2], q.shape[1], head_shards=1, query_shards=1, interpret=interpret)
@@ -73,7 +76,7 @@ def attend(
 def make_kernel(
   heads: int, length: int, *, head_shards: int, query_shards: int, interpret: bool
 ) -> kernels.SplashAttentionKernel:
-  """The causal kernel for rows of `length` tokens, its block table split as heads and queries are."""
+  """Makes the causal kernel for rows of `length` tokens. Its block table is split like heads and queries."""
   block = math.gcd(length // query_shards, _BLOCK)
   if block % _LANES:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers and final norm, over packed rows or incrementally over a key/value cache."""
+"""The decoder: embedding, layers and final norm, over packed rows or, incrementally, over a key/value cache."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
 
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.layers import MLP, Attention, LayerCache, RMSNorm, rope_tables
 from sao_jax.models.moe import MoE
 from sao_jax.parallel.constraints import constrain, constrain_residual, constrain_tokens
-from sao_jax.types import Cache
+from sao_jax.types import AnyArray, Cache
 
 
 class Block(nn.Module):
@@ -34,20 +35,22 @@ class Block(nn.Module):
   def _feed_forward(self, x: jax.Array) -> jax.Array:
     return self.moe(x) if self.config.is_sparse(self.layer) else self.mlp(x)
 
-  def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, "B T D"], rope: tuple[jax.Array, jax.Array], segment_ids: Int[Array, "B T"]
+  ) -> Float[Array, "B T D"]:
     x = x + constrain_residual(self.attention(constrain_tokens(self.input_norm(x)), rope, segment_ids))
     return x + constrain_residual(self._feed_forward(constrain_tokens(self.post_attention_norm(x))))
 
   def extend(
     self,
-    x: jax.Array,
+    x: Float[Array, "R C D"],
     rope: tuple[jax.Array, jax.Array],
     cache: LayerCache,
-    slots: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
+    slots: Int32[Array, "R"],
+    start: Int32[Array, "R"],
+    count: Int32[Array, "R"],
     live_len: int,
-  ) -> tuple[jax.Array, LayerCache]:
+  ) -> tuple[Float[Array, "R C D"], LayerCache]:
     y, cache = self.attention.extend(self.input_norm(x), rope, cache, slots, start, count, live_len)
     x = x + y
     return x + self._feed_forward(self.post_attention_norm(x)), cache
@@ -61,7 +64,7 @@ def _rematerialized(config: ModelConfig) -> type[Block]:
 
 
 class Transformer(nn.Module):
-  """Tokens to final hidden states. Parameter paths: `embed`, `layers_<i>`, `final_norm`."""
+  """Maps tokens to final hidden states. Parameter paths: `embed`, `layers_<i>`, `final_norm`."""
 
   config: ModelConfig
 
@@ -78,38 +81,43 @@ class Transformer(nn.Module):
     self.layers = [block(config, i) for i in range(config.num_layers)]
     self.final_norm = RMSNorm(config)
 
-  def _look_up(self, tokens: jax.Array) -> jax.Array:
-    """`[B, T, D]`. On a mesh the table is gathered first: it is smaller than all that is looked up in it."""
+  def _look_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Embeds tokens. On a mesh the table is gathered first, since it is smaller than the embedded tokens."""
     table = self.embed.embedding.astype(self.config.compute_dtype)
     return constrain_residual(constrain(table, ("tensor",), ())[tokens])
 
   def __call__(
-    self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
-  ) -> jax.Array:
-    """Hidden states after the final norm.
+    self,
+    tokens: Int[AnyArray, "B T"],
+    positions: Int[AnyArray, "B T"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
+  ) -> Float[Array, "B T D"]:
+    """Returns hidden states after the final norm, in the config's dtype.
 
     Args:
-      tokens: `[B, T]` int32.
-      positions: `[B, T]` int32, position of each token in its own segment; default 0 .. T - 1.
-      segment_ids: `[B, T]` int32, 0 is padding; default: each row is one segment.
-
-    Returns:
-      `[B, T, D]` in the config's dtype.
+      tokens: token ids.
+      positions: position of each token in its own segment; None: 0 .. T - 1.
+      segment_ids: 0 is padding; None: each row is one segment.
     """
-    if positions is None:
-      positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    if segment_ids is None:
-      segment_ids = jnp.ones_like(tokens)
-    rope = rope_tables(self.config, positions)
+    tokens = jnp.asarray(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+    segment_ids = jnp.ones_like(tokens) if segment_ids is None else jnp.asarray(segment_ids)
+    rope = rope_tables(self.config, jnp.asarray(positions))
     x = self._look_up(tokens)
     for layer in self.layers:
       x = constrain_residual(layer(x, rope, segment_ids))
     return constrain_tokens(self.final_norm(x))
 
   def extend(
-    self, cache: Cache, tokens: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array, live_len: int
-  ) -> tuple[jax.Array, Cache]:
-    """Up to C tokens for each of R slots, `[R, C]` -> `[R, D]`; see `types.CachedPolicy.extend`."""
+    self,
+    cache: Cache,
+    tokens: Int[Array, "R C"],
+    slots: Int32[Array, "R"],
+    start: Int32[Array, "R"],
+    count: Int32[Array, "R"],
+    live_len: int,
+  ) -> tuple[Float[Array, "R D"], Cache]:
+    """Feeds up to C tokens to each of R slots; see `types.CachedPolicy.extend`."""
     rope = rope_tables(self.config, start[:, None] + jnp.arange(tokens.shape[1]))
     x = self.embed(tokens)
     new_cache = {}
@@ -120,7 +128,7 @@ class Transformer(nn.Module):
 
 
 def init_cache(config: ModelConfig, num_slots: int, max_len: int) -> Cache:
-  """Zeroed keys and values for `num_slots` sequences of up to `max_len` tokens."""
+  """Makes a zero cache for `num_slots` sequences of up to `max_len` tokens."""
   heads, dim = config.num_kv_heads, config.head_dim
   zeros = functools.partial(jnp.zeros, dtype=config.compute_dtype)
   return {

@@ -1,4 +1,4 @@
-"""Argument checks shared by the ops. They read shapes and host-side numbers only, so they cost nothing under jit."""
+"""Argument checks shared by the ops. They read only shapes and numbers on the host, so they cost nothing under jit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jax.typing import ArrayLike
 
 
 def float32(x: ArrayLike) -> jax.Array:
-  """Casts before any arithmetic: bfloat16 log-probs near -20 are 0.125 apart, a 13 % step of the ratio."""
+  """Casts to float32, before any arithmetic: bfloat16 log-probs near -20 are 0.125 apart, 13 % in the ratio."""
   return jnp.asarray(x).astype(jnp.float32)
 
 
 def boolean(name: str, x: ArrayLike) -> jax.Array:
-  """A mask as bool; 0/1 integers are taken too, floats are refused (they may be weights)."""
+  """Returns a mask as bool. Integers 0 and 1 are accepted; floats are refused, since they may be weights."""
   mask = jnp.asarray(x)
   if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
     raise TypeError(f"{name} must be a bool mask (True = counts); received dtype {mask.dtype.name}.")
@@ -25,9 +25,9 @@ def boolean(name: str, x: ArrayLike) -> jax.Array:
 
 
 def broadcast(**arrays: jax.Array) -> tuple[jax.Array, ...]:
-  """Brings arrays to one shape: all equal, except that scalars fit any.
+  """Brings arrays to one shape: their shapes must be equal, except for scalars.
 
-  NumPy's broadcasting is refused on purpose: `[B]` advantages against `[B, B]` log-probs would go through unnoticed.
+  NumPy's broadcasting is refused on purpose: it would accept `[B]` advantages with `[B, B]` log-probs.
   """
   shapes = {name: jnp.shape(x) for name, x in arrays.items()}
   full = {shape for shape in shapes.values() if shape}
@@ -39,7 +39,7 @@ def broadcast(**arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def stream(function: str, **arrays: jax.Array) -> int:
-  """Checks that all arrays are `[T]` with one T, and returns it."""
+  """Checks that all arrays are `[T]` with the same T, and returns T."""
   shapes = {name: jnp.shape(x) for name, x in arrays.items()}
   if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) != 1:
     listing = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -50,7 +50,7 @@ def stream(function: str, **arrays: jax.Array) -> int:
 def interval(
   name: str, x: Any, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> None:
-  """Checks numbers known on the host against an interval; jax arrays (traced or not) are not read."""
+  """Checks numbers known on the host against an interval. JAX arrays, traced or not, are not read."""
   wanted = f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high or math.isinf(high) else ']'}"
   if isinstance(x, jax.Array):
     return
@@ -58,7 +58,7 @@ def interval(
     value = np.asarray(x, dtype=np.float64)
   except (TypeError, ValueError):
     raise TypeError(f"{name} must be a number {wanted}; received {x!r}.") from None
-  if x is None:  # np.asarray(None, float) is nan: say what is really wrong.
+  if x is None:  # np.asarray(None, float) is nan
     raise TypeError(f"{name} must be given, as a number {wanted}; received None.")
   above = value > low if open_low else value >= low
   below = value < high if open_high else value <= high
@@ -67,8 +67,7 @@ def interval(
 
 
 def ids(name: str, x: Any, size: int, size_name: str) -> None:
-  """Checks integer ids given as NumPy arrays, lists or ints against `[0, size)`; jax arrays are checked for dtype
-  only."""
+  """Checks that ids are integers in `[0, size)`. The values of JAX arrays are not read."""
   dtype = x.dtype if isinstance(x, jax.Array) else np.asarray(x).dtype
   if not jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(f"{name} must be integers; received dtype {dtype}.")
@@ -79,3 +78,13 @@ def ids(name: str, x: Any, size: int, size_name: str) -> None:
     raise ValueError(
       f"{name} must be in [0, {size_name} = {size}); received values from {value.min()} to {value.max()}."
     )
+
+
+def segments(segment_ids: ArrayLike, length: int) -> jax.Array:
+  """Checks segment ids of a stream: `[T]` integers."""
+  ids = jnp.asarray(segment_ids)
+  if ids.shape != (length,):
+    raise ValueError(f"segment_ids must be [T] = ({length},); received shape {ids.shape}.")
+  if not jnp.issubdtype(ids.dtype, jnp.integer):
+    raise TypeError(f"segment_ids must be integers (0 = padding); received dtype {ids.dtype.name}.")
+  return ids

@@ -1,8 +1,9 @@
-"""The two recurrences over one stream that advantages are made of, each sequential (CPU) and of logarithmic depth.
+"""Two recurrences over one stream, from which advantages are built: `gae` and `fill`.
 
-Both are selections and first-order linear recurrences, hence associative. On a CPU a sequential `lax.scan` does the
-least work; on an accelerator its T tiny steps cost a launch each, so `lax.associative_scan` is used there.
-`jax.lax.platform_dependent` picks when a program is lowered, so the same jitted function is right on each platform.
+Each has a sequential and an associative form. On a CPU a sequential `lax.scan` does the least work. On an accelerator
+each of its T small steps costs a kernel launch, so `lax.associative_scan`, of logarithmic depth, is used there. Both
+recurrences are selections and first-order linear recurrences, hence associative. `jax.lax.platform_dependent` chooses
+when a program is lowered, so that one jitted function suits every platform.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from jax import lax
 
 
 class GaeInputs(NamedTuple):
-  """What `gae` reads, all finite off the mask. Scalars are closed over instead of scanned: fewer loads per step."""
+  """Inputs of `gae`, all finite off the mask. Scalars are not scanned over, which saves loads in every step."""
 
   mask: jax.Array
   """`[T]` bool."""
   end: jax.Array | None
-  """`[T]` bool: True on the last token of each segment; what lies to the right is not read. None: one segment."""
+  """`[T]` bool: True on the last token of each segment, where the recursion starts anew. None: one segment."""
   base: jax.Array
   """`[T]` r − v on the mask, 0 off it."""
   v: jax.Array
@@ -30,11 +31,11 @@ class GaeInputs(NamedTuple):
   decay: jax.Array
   """`[T]` or `[]`: discount · λ."""
   bootstrap: jax.Array
-  """`[T]` or `[]`: value after the last action; read where `end` is True. `[]` if `end` is None."""
+  """`[T]` or `[]`: value after the last action, read where `end` is True. `[]` if `end` is None."""
 
 
 def gae(inputs: GaeInputs) -> jax.Array:
-  """A_t of the skip-observation recursion at True entries, anything elsewhere. `[T]` float32."""
+  """Returns A_t of the skip-observation recursion, `[T]` float32; entries off the mask are undefined."""
   out: jax.Array = lax.platform_dependent(inputs, cpu=gae_sequential, default=gae_associative)
   return out
 
@@ -60,10 +61,10 @@ def gae_sequential(inputs: GaeInputs) -> jax.Array:
 
 
 def gae_associative(inputs: GaeInputs) -> jax.Array:
-  """The same in two associative scans: the next action's value, then A_t = b_t + c_t A_{t+1}."""
+  """`gae` in two associative scans: the next action's value, then A_t = b_t + c_t A_{t+1}."""
   mask, v = inputs.mask, inputs.v
   end = jnp.arange(mask.shape[0]) == mask.shape[0] - 1 if inputs.end is None else inputs.end
-  # What a token sees to its right: the bootstrap at the segment's end, elsewhere its right neighbour's fill.
+  # The value to the right of a token: the bootstrap at the segment's end, else that of the nearest action.
   right_mask = jnp.concatenate([mask[1:], jnp.zeros_like(mask[:1])])
   right_v = jnp.concatenate([v[1:], jnp.zeros_like(v[:1])])
   next_v = fill_associative(jnp.where(end, inputs.bootstrap, right_v), end | right_mask, reverse=True)
@@ -81,8 +82,7 @@ def gae_associative(inputs: GaeInputs) -> jax.Array:
 
 
 def fill(x: jax.Array, known: jax.Array, *, reverse: bool) -> jax.Array:
-  """Replaces entries that are not known by the nearest known one to the left (right if `reverse`); 0 if there is
-  none."""
+  """Replaces unknown entries by the nearest known one to the left (right if `reverse`), or by 0 without one."""
 
   def sequential(x: jax.Array, known: jax.Array) -> jax.Array:
     def step(last: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

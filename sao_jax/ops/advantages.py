@@ -1,18 +1,19 @@
 """Advantages and returns over action tokens (arXiv 2607.07508, Section 3.2 and appendix A.1), and the group baseline.
 
 Per-stream functions take `[T]`; use them under `jax.vmap`. Index t describes `tokens[t]`: v[t] is the value of the
-state BEFORE it. What is stored at tokens that are no actions (rewards, values, discounts, lambdas; NaN included) is
-never read.
+state BEFORE it. Rewards, values, discounts and lambdas are read at action tokens only, so other tokens may hold
+anything there, NaN included.
 
-Packed rows: with `segment_ids` the stream is cut wherever the id changes, id 0 is padding (no actions there, whatever
-the mask says), and nothing crosses a cut.
+Packed rows: with `segment_ids` the stream is cut wherever the id changes, and nothing crosses a cut. Id 0 is padding:
+it holds no actions, whatever the mask says.
 
-Bootstrap: `bootstrap_value` is the value of the state after a segment's last ACTION token; 0 for an episode that really
-ended. Its shape says what it means, and if T fits both, per token wins:
-  `[]`   every segment has this one;
-  `[T]`  per token: read at the segment's last action token, and nowhere else;
-  `[S]`  per segment (only with `segment_ids`): entry s belongs to segment id s. Entry 0 (padding) is unused:
-         S is at least the largest id + 1.
+Bootstrap: `bootstrap_value` is the value of the state after a segment's last ACTION token. It is 0 for an episode that
+really ended. Its shape decides its meaning:
+  `[]`   one value for every segment;
+  `[T]`  one per token, read at each segment's last action token only;
+  `[S]`  one per segment (only with `segment_ids`): entry s belongs to segment id s. Entry 0 (padding) is unused, so S
+  is
+         at least the largest id + 1. If S = T, the values are taken per token.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float32, Integer, Real
 
 from sao_jax.ops import _checks, _recurrences
 
 
 def skip_observation_gae(
-  r_t: ArrayLike,
-  v_t: ArrayLike,
-  action_mask_t: ArrayLike,
+  r_t: Real[ArrayLike, "T"],
+  v_t: Real[ArrayLike, "T"],
+  action_mask_t: Bool[ArrayLike, "T"],
   *,
-  discount: ArrayLike,
-  lambda_: ArrayLike,
-  bootstrap_value: ArrayLike = 0.0,
-  segment_ids: ArrayLike | None = None,
-) -> jax.Array:
-  """Generalised advantage estimation over the action tokens, with observation tokens left out.
+  discount: Real[ArrayLike, "#T"] | Real[ArrayLike, ""],
+  lambda_: Real[ArrayLike, "#T"] | Real[ArrayLike, ""],
+  bootstrap_value: Real[ArrayLike, "S"] | Real[ArrayLike, ""] = 0.0,
+  segment_ids: Integer[ArrayLike, "T"] | None = None,
+) -> Float32[Array, "T"]:
+  """Generalised advantage estimation over action tokens; observation tokens are skipped.
 
   With t' the next action token of the same segment:
     δ_t = r_t + γ_t V(s_t') − V(s_t),   A_t = δ_t + γ_t λ_t A_t';
@@ -46,11 +47,11 @@ def skip_observation_gae(
   Sequential on CPU, of logarithmic depth on accelerators.
 
   Args:
-    r_t: `[T]` rewards, any real dtype; a turn's reward stands on its last action token, also the terminal one.
+    r_t: `[T]` rewards, any real dtype. A turn's reward, terminal or not, stands on its last action token.
     v_t: `[T]` values.
     action_mask_t: `[T]` bool, True on action tokens.
-    discount: γ in [0, 1], scalar or broadcasting with `[T]` (read at t for the step from t to t').
-    lambda_: λ in [0, 1], likewise; e.g. each trajectory's own (`length_adaptive_lambda`) on all its tokens.
+    discount: γ in [0, 1], scalar or `[T]`; entry t is for the step from t to t'.
+    lambda_: λ in [0, 1], scalar or `[T]`; e.g. each trajectory's own (`length_adaptive_lambda`) on all its tokens.
     bootstrap_value: `[]`, `[T]` or `[S]`; see the module's docstring.
     segment_ids: `[T]` int, 0 = padding; None for a single stream.
 
@@ -58,10 +59,10 @@ def skip_observation_gae(
     `[T]` float32 advantages, 0 off the mask.
 
   Raises:
-    ValueError: not one stream, shapes that do not agree, discount or lambda_ out of range. TypeError: float masks or
-    ids.
+    ValueError: the shapes differ or are not `[T]`, or discount or lambda_ is out of range.
+    TypeError: the mask is not bool, or the ids are not integers.
 
-  >>> r, m = jnp.array([0, 0, 1, 0]), jnp.array([1, 0, 1, 0])
+  >>> r, m = jnp.array([0, 0, 1, 0]), jnp.array([True, False, True, False])
   >>> skip_observation_gae(r, jnp.zeros(4), m, discount=1.0, lambda_=0.5).tolist()
   [0.5, 0.0, 1.0, 0.0]
   """
@@ -87,15 +88,15 @@ def skip_observation_gae(
 
 
 def skip_observation_returns(
-  r_t: ArrayLike,
-  v_t: ArrayLike,
-  action_mask_t: ArrayLike,
+  r_t: Real[ArrayLike, "T"],
+  v_t: Real[ArrayLike, "T"],
+  action_mask_t: Bool[ArrayLike, "T"],
   *,
-  discount: ArrayLike,
-  lambda_: ArrayLike,
-  bootstrap_value: ArrayLike = 0.0,
-  segment_ids: ArrayLike | None = None,
-) -> jax.Array:
+  discount: Real[ArrayLike, "#T"] | Real[ArrayLike, ""],
+  lambda_: Real[ArrayLike, "#T"] | Real[ArrayLike, ""],
+  bootstrap_value: Real[ArrayLike, "S"] | Real[ArrayLike, ""] = 0.0,
+  segment_ids: Integer[ArrayLike, "T"] | None = None,
+) -> Float32[Array, "T"]:
   """The critic's targets: λ-returns over action tokens.
 
   R_t = A_t + V(s_t) on action tokens, A from `skip_observation_gae` with the CRITIC's λ (1 in the paper whatever the
@@ -124,42 +125,41 @@ def skip_observation_returns(
 
 
 def step_level_gae(
-  r_t: ArrayLike,
-  v_t: ArrayLike,
-  action_mask_t: ArrayLike,
+  r_t: Real[ArrayLike, "T"],
+  v_t: Real[ArrayLike, "T"],
+  action_mask_t: Bool[ArrayLike, "T"],
   *,
-  discount: ArrayLike,
-  lambda_: ArrayLike,
+  discount: Real[ArrayLike, "#T"] | Real[ArrayLike, ""],
+  lambda_: Real[ArrayLike, "#T"] | Real[ArrayLike, ""],
   step_value: Literal["mean", "last"],
-  bootstrap_value: ArrayLike = 0.0,
-  segment_ids: ArrayLike | None = None,
-  turn_ids_t: ArrayLike | None = None,
-) -> jax.Array:
-  """GAE over whole steps (turns): one advantage per step, given to all its tokens.
+  bootstrap_value: Real[ArrayLike, "S"] | Real[ArrayLike, ""] = 0.0,
+  segment_ids: Integer[ArrayLike, "T"] | None = None,
+  turn_ids_t: Integer[ArrayLike, "T"] | None = None,
+) -> Float32[Array, "T"]:
+  """GAE over whole steps (turns): one advantage per step, shared by all its tokens.
 
   δ_i = R_i + γ V(S_{i+1}) − V(S_i),  A_i = δ_i + γ λ A_{i+1};  R_i is the sum of rewards on the step's action tokens,
   V(S_i) the mean of V over them or V at the last of them; γ counts once per step. (arXiv 2607.07508, appendix A.1;
   ablation)
 
-  For a length-adaptive λ use the number of steps as the length. With "last" the critic's loss keeps only each step's
-  last token.
+  For a length-adaptive λ, use the number of steps as the length. With "last", fit the critic on each step's last token
+  only.
 
   Args:
     r_t, v_t, action_mask_t, segment_ids: as `skip_observation_gae`.
     discount, lambda_: as there; arrays are read at each step's last token.
     step_value: "mean" or "last".
     bootstrap_value: as there; `[T]` is read at the last step's last token.
-    turn_ids_t: `[T]` int, number of the turn an action token belongs to, ascending within a segment; not read
-      elsewhere. Needed where two turns may touch (an empty observation). None: a step is a run of consecutive action
-      tokens.
+    turn_ids_t: `[T]` int, the turn that each action token belongs to, ascending within a segment; read at action tokens
+      only. Needed where two turns may touch (an empty observation). None: a step is a run of consecutive action tokens.
 
   Returns:
     `[T]` float32, 0 off the mask.
 
   Raises:
-    ValueError: as `skip_observation_gae`, or step_value is neither.
+    ValueError: as `skip_observation_gae`, or an unknown step_value.
 
-  >>> r, v, m = jnp.array([0, 0, 0, 1]), jnp.array([0.2, 0.5, 9, 0.75]), jnp.array([1, 1, 0, 1])
+  >>> r, v, m = jnp.array([0, 0, 0, 1]), jnp.array([0.2, 0.5, 9, 0.75]), jnp.array([True, True, False, True])
   >>> step_level_gae(r, v, m, discount=1.0, lambda_=1.0, step_value="last").tolist()
   [0.5, 0.5, 0.0, 0.25]
   """
@@ -193,8 +193,10 @@ def step_level_gae(
   return jnp.where(mask, adv[jnp.where(mask, step_t, 0)], 0.0)
 
 
-def length_adaptive_lambda(num_actions: ArrayLike, *, alpha: ArrayLike = 1.5) -> jax.Array:
-  """The policy's λ from a trajectory's length.
+def length_adaptive_lambda(
+  num_actions: Real[ArrayLike, "*shape"], *, alpha: Real[ArrayLike, ""] = 1.5
+) -> Float32[Array, "*shape"]:
+  """Length-adaptive λ of the policy's advantages.
 
   λ = max(0, 1 − 1 / (α l)), l = number of ACTION tokens (steps, for step-level variants); 0 for l = 0. (VAPO, arXiv
   2504.05118)
@@ -212,14 +214,14 @@ def length_adaptive_lambda(num_actions: ArrayLike, *, alpha: ArrayLike = 1.5) ->
   _checks.interval("alpha", alpha, 0.0, open_low=True)
   _checks.interval("num_actions", num_actions, 0.0)
   scaled = _checks.float32(alpha) * _checks.float32(num_actions)
-  # alpha * l <= 1 is clamped, so the quotient never meets a zero.
+  # Clamped at 1, so that nothing is divided by 0.
   return 1.0 - 1.0 / jnp.maximum(scaled, 1.0)
 
 
 def group_relative_advantages(
-  rewards: ArrayLike, group_ids: ArrayLike, *, num_groups: int, normalize_std: bool = True
-) -> jax.Array:
-  """GRPO's advantages: each episode against the mean of its group.
+  rewards: Real[ArrayLike, "N"], group_ids: Integer[ArrayLike, "N"], *, num_groups: int, normalize_std: bool = True
+) -> Float32[Array, "N"]:
+  """GRPO's advantages: each episode's reward relative to the mean of its group.
 
   A_i = (R_i − mean_g) / (std_g + 1e-6), or R_i − mean_g; population std (divided by the group's size). (arXiv
   2402.03300)
@@ -233,10 +235,10 @@ def group_relative_advantages(
     normalize_std: divide by the group's standard deviation.
 
   Returns:
-    `[N]` float32; NaN for an id out of range that could not be checked (ids under jit).
+    `[N]` float32; NaN where an id is out of range (under jit, where ids cannot be checked).
 
   Raises:
-    ValueError: shapes differ, or ids (NumPy) out of range. TypeError: float ids.
+    ValueError: the shapes differ, or an id known on the host is out of range. TypeError: float ids.
 
   >>> group_relative_advantages(jnp.array([1, 0, 3]), jnp.array([0, 0, 1]), num_groups=2).round(3).tolist()
   [1.0, -1.0, 0.0]
@@ -245,7 +247,7 @@ def group_relative_advantages(
   r, ids = _checks.float32(rewards), jnp.asarray(group_ids)
   _checks.stream("group_relative_advantages", rewards=r, group_ids=ids)
   known = (ids >= 0) & (ids < num_groups)
-  ids = jnp.where(known, ids, num_groups)  # the scatter drops it, and nothing known gathers it
+  ids = jnp.where(known, ids, num_groups)  # the scatter drops these
 
   def mean(x: jax.Array) -> jax.Array:
     count = jax.ops.segment_sum(jnp.ones_like(x), ids, num_segments=num_groups)
@@ -264,20 +266,16 @@ def group_relative_advantages(
 def _segments(
   action_mask_t: ArrayLike, segment_ids: ArrayLike | None, length: int
 ) -> tuple[jax.Array, jax.Array | None]:
-  """The mask without padding, and the checked ids; both `[T]`."""
+  """Returns the mask without padding, and the checked ids; both `[T]`."""
   mask = _checks.boolean("action_mask_t", action_mask_t)
   if segment_ids is None:
     return mask, None
-  ids = jnp.asarray(segment_ids)
-  if ids.shape != (length,):
-    raise ValueError(f"segment_ids must be [T] = ({length},); received shape {ids.shape}.")
-  if not jnp.issubdtype(ids.dtype, jnp.integer):
-    raise TypeError(f"segment_ids must be integers (0 = padding); received dtype {ids.dtype.name}.")
+  ids = _checks.segments(segment_ids, length)
   return mask & (ids != 0), ids
 
 
 def _coefficient(name: str, x: ArrayLike, mask: jax.Array) -> jax.Array:
-  """γ or λ as float32: a scalar stays one, an array becomes `[T]`, blanked off the mask."""
+  """γ or λ as float32: a scalar stays a scalar; an array becomes `[T]`, 0 off the mask."""
   _checks.interval(name, x, 0.0, 1.0)
   value = _checks.float32(x)
   if value.ndim == 0:
@@ -310,8 +308,10 @@ def _bootstrap(bootstrap_value: ArrayLike, mask: jax.Array, ids: jax.Array | Non
 
 
 def _steps(mask: jax.Array, ids: jax.Array | None, turn_ids_t: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
-  """Step number of each token (out of range off the mask), and the token index of each step's last token (`[T]`, 0 if
-  none)."""
+  """Returns the step number of each token (T off the mask), and the index of each step's last token (0 for no step).
+
+  Both are `[T]`.
+  """
   length = mask.shape[0]
   index = jnp.arange(length)
   ids = jnp.zeros_like(index) if ids is None else ids

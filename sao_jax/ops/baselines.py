@@ -1,7 +1,7 @@
-"""Baselines from past rewards, one per prompt, as immutable states: the single-rollout alternatives to a value model.
+"""Baselines per prompt from past rewards, as immutable states: alternatives to a value model for single rollouts.
 
-Both are pytrees of arrays, so they live in jitted code and in checkpoints. A baseline must not contain the reward it is
-subtracted from: take `value` before `update`.
+Both states are pytrees of arrays, for use in jitted code and in checkpoints. A baseline must not contain the reward
+that it is subtracted from: take `value` before `update`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float32, Int32, Integer, Real
 
 from sao_jax.ops import _checks
 
 
 class RunningMean(NamedTuple):
-  """Mean of the most recent rewards of each prompt (arXiv 2607.07508, Section 4: window 8 per prompt, or 128 over all
-  prompts).
+  """Mean of the most recent rewards of each prompt.
 
-  v(x) = mean of the last min(n_x, W) rewards of prompt x; 0 before its first one.
+  v(x) = mean of the last min(n_x, W) rewards of prompt x; 0 before its first reward.
 
-  The global window is the case of one prompt: `init(1, window=128)` and prompt id 0 throughout.
+  (arXiv 2607.07508, Section 4: window 8 per prompt, or 128 over all prompts.) For a window over all prompts, use one
+  prompt: `init(1, window=128)` and prompt id 0 throughout.
 
   >>> state = RunningMean.init(2, window=2)
   >>> state = state.update(jnp.array([0, 0, 0, 1]), jnp.array([9.0, 1.0, 2.0, 5.0]))
@@ -30,49 +30,52 @@ class RunningMean(NamedTuple):
   [1.5, 5.0]
   """
 
-  rewards: jax.Array
-  """`[P, W]` float32 ring buffers."""
-  seen: jax.Array
-  """`[P]` int32: rewards ever seen."""
+  rewards: Float32[Array, "P W"]
+  """Ring buffers."""
+  seen: Int32[Array, "P"]
+  """Number of rewards seen so far."""
 
   @staticmethod
   def init(num_prompts: int, *, window: int = 8) -> RunningMean:
-    """A state that has seen nothing: `num_prompts` ≥ 1 prompts, the last `window` ≥ 1 rewards of each."""
+    """Makes an empty state of `num_prompts` ≥ 1 prompts that keeps the last `window` ≥ 1 rewards of each."""
     if num_prompts < 1 or window < 1:
       raise ValueError(f"num_prompts and window must be >= 1; received num_prompts={num_prompts}, window={window}.")
     return RunningMean(rewards=jnp.zeros((num_prompts, window), jnp.float32), seen=jnp.zeros((num_prompts,), jnp.int32))
 
-  def update(self, prompt_ids: ArrayLike, rewards: ArrayLike) -> RunningMean:
-    """Takes in `[N]` rewards in order; a prompt may appear several times.
+  def update(
+    self,
+    prompt_ids: Integer[ArrayLike, "N"] | Integer[ArrayLike, ""],
+    rewards: Real[ArrayLike, "N"] | Real[ArrayLike, ""],
+  ) -> RunningMean:
+    """Adds `[N]` rewards in order; a prompt may appear several times.
 
     Args:
       prompt_ids: `[N]` int in [0, P).
       rewards: `[N]` rewards, any real dtype.
 
     Returns:
-      The new state. Ids out of range that could not be checked (under jit) are dropped.
+      The new state. Ids out of range are dropped under jit, where they cannot be checked.
 
     Raises:
-      ValueError: shapes differ, or ids (NumPy) out of range. TypeError: float ids.
+      ValueError: the shapes differ, or an id known on the host is out of range. TypeError: float ids.
     """
     num_prompts, window = self.rewards.shape
     ids, r = _pairs("RunningMean.update", prompt_ids, rewards, num_prompts)
-    # Occurrence number of each reward among those of its prompt in this call: position in a stable sort by prompt.
+    # `rank` numbers the rewards of each prompt in this call: the position in a stable sort by prompt.
     order = jnp.argsort(ids, stable=True)
     ordered = ids[order]
     rank = jnp.arange(ids.size) - jnp.searchsorted(ordered, ordered, side="left")
     total = jnp.searchsorted(ordered, ordered, side="right") - jnp.searchsorted(ordered, ordered, side="left")
     slot = (self.seen.at[ordered].get(mode="fill", fill_value=0) + rank) % window
-    # Of more than W rewards for one prompt only the last W are written: a scatter has no order among equal targets.
+    # Only the last W rewards of a prompt are written, since a scatter has no order among equal targets.
     target = jnp.where(rank >= total - window, ordered, num_prompts)
     return RunningMean(
       rewards=self.rewards.at[target, slot].set(r[order], mode="drop"),
       seen=self.seen.at[ids].add(1, mode="drop"),
     )
 
-  def value(self, prompt_ids: ArrayLike) -> jax.Array:
-    """The baseline of each prompt, float32, shape of `prompt_ids`; 0 where no reward was seen, NaN for an unknown
-    prompt."""
+  def value(self, prompt_ids: Integer[ArrayLike, "*shape"]) -> Float32[Array, "*shape"]:
+    """Returns the baseline of each prompt: 0 before its first reward, NaN for an unknown prompt."""
     num_prompts, window = self.rewards.shape
     _checks.ids("prompt_ids", prompt_ids, num_prompts, "num_prompts")
     filled = jnp.minimum(self.seen, window)
@@ -84,21 +87,21 @@ class ValueTracker(NamedTuple):
   """SPO's tracker of each prompt's success rate, which forgets as fast as the policy moves (arXiv 2509.13232).
 
   v(x) = α_x / (α_x + β_x);  on a reward r in [0, 1]: α ← ρ α + r, β ← ρ β + (1 − r), ρ = clip(2^(−D / D_half), ρ_min,
-  ρ_max), D = KL between the policy that acted on x last and the present one.
+  ρ_max), with D the KL between the policy that last acted on x and the present one.
 
   >>> state = ValueTracker.init(jnp.array([0.5]), rho_min=0.875)
   >>> float(state.value(jnp.array(0)))
   0.5
   """
 
-  alpha: jax.Array
-  """`[P]` float32: discounted sum of rewards."""
-  beta: jax.Array
-  """`[P]` float32: discounted sum of 1 − reward."""
+  alpha: Float32[Array, "P"]
+  """Discounted sum of rewards."""
+  beta: Float32[Array, "P"]
+  """Discounted sum of 1 − reward."""
 
   @staticmethod
-  def init(initial_value: ArrayLike, *, rho_min: float) -> ValueTracker:
-    """Starts from estimates `initial_value` (`[P]`, in [0, 1]) that weigh 1 / (1 − rho_min) rewards."""
+  def init(initial_value: Real[ArrayLike, "P"], *, rho_min: float) -> ValueTracker:
+    """Starts from `[P]` estimates in [0, 1], each with the weight of 1 / (1 − rho_min) rewards."""
     _checks.interval("initial_value", initial_value, 0.0, 1.0)
     _checks.interval("rho_min", rho_min, 0.0, 1.0, open_high=True)
     estimate = _checks.float32(initial_value)
@@ -108,9 +111,16 @@ class ValueTracker(NamedTuple):
     return ValueTracker(alpha=weight * estimate, beta=weight * (1.0 - estimate))
 
   def update(
-    self, prompt_ids: ArrayLike, rewards: ArrayLike, kl: ArrayLike, *, half_life: float, rho_min: float, rho_max: float
+    self,
+    prompt_ids: Integer[ArrayLike, "N"] | Integer[ArrayLike, ""],
+    rewards: Real[ArrayLike, "N"] | Real[ArrayLike, ""],
+    kl: Real[ArrayLike, "N"] | Real[ArrayLike, ""],
+    *,
+    half_life: float,
+    rho_min: float,
+    rho_max: float,
   ) -> ValueTracker:
-    """Takes in `[N]` rewards in order; a prompt may appear several times.
+    """Adds `[N]` rewards in order; a prompt may appear several times.
 
     Args:
       prompt_ids: `[N]` int in [0, P).
@@ -121,7 +131,7 @@ class ValueTracker(NamedTuple):
       rho_max: in (0, 1], at least rho_min.
 
     Raises:
-      ValueError: shapes differ, or a value known on the host is out of range. TypeError: float ids.
+      ValueError: the shapes differ, or a value known on the host is out of range. TypeError: float ids.
     """
     _checks.interval("half_life", half_life, 0.0, open_low=True)
     _checks.interval("rho_min", rho_min, 0.0, 1.0, open_high=True)
@@ -142,30 +152,33 @@ class ValueTracker(NamedTuple):
 
     return lax.scan(step, self, (ids, r, rho))[0]
 
-  def value(self, prompt_ids: ArrayLike) -> jax.Array:
-    """The baseline of each prompt, float32, shape of `prompt_ids`; NaN for an unknown prompt."""
+  def value(self, prompt_ids: Integer[ArrayLike, "*shape"]) -> Float32[Array, "*shape"]:
+    """Returns the baseline of each prompt; NaN for an unknown prompt."""
     _checks.ids("prompt_ids", prompt_ids, self.alpha.shape[0], "num_prompts")
     return _lookup(self.alpha / (self.alpha + self.beta), prompt_ids)
 
 
 def init(num_prompts: int, *, window: int = 8) -> RunningMean:
-  """`RunningMean.init`."""
+  """Makes an empty state; see `RunningMean.init`."""
   return RunningMean.init(num_prompts, window=window)
 
 
-def update(state: RunningMean, prompt_ids: ArrayLike, rewards: ArrayLike) -> RunningMean:
-  """`RunningMean.update`."""
+def update(
+  state: RunningMean,
+  prompt_ids: Integer[ArrayLike, "N"] | Integer[ArrayLike, ""],
+  rewards: Real[ArrayLike, "N"] | Real[ArrayLike, ""],
+) -> RunningMean:
+  """Adds rewards in order; see `RunningMean.update`."""
   return state.update(prompt_ids, rewards)
 
 
-def value(state: RunningMean, prompt_ids: ArrayLike) -> jax.Array:
-  """`RunningMean.value`."""
+def value(state: RunningMean, prompt_ids: Integer[ArrayLike, "*shape"]) -> Float32[Array, "*shape"]:
+  """Returns the baseline of each prompt; see `RunningMean.value`."""
   return state.value(prompt_ids)
 
 
 def _pairs(function: str, prompt_ids: ArrayLike, rewards: ArrayLike, num_prompts: int) -> tuple[jax.Array, jax.Array]:
-  """`[N]` ids, those out of range moved to num_prompts (which scatters drop), and `[N]` float32 rewards; scalars are
-  one entry."""
+  """Returns `[N]` ids and `[N]` float32 rewards. Ids out of range become num_prompts, which scatters drop."""
   _checks.ids("prompt_ids", prompt_ids, num_prompts, "num_prompts")
   ids, r = jnp.atleast_1d(jnp.asarray(prompt_ids)), jnp.atleast_1d(_checks.float32(rewards))
   _checks.stream(function, prompt_ids=ids, rewards=r)

@@ -1,15 +1,17 @@
-"""Numbers to watch, not to optimise. All are float32 scalars over True entries; entries off the mask are never read."""
+"""Diagnostics of a batch: float32 scalars over the True entries of a mask. Other entries are never read."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Real
 
 from sao_jax.ops import _checks, importance, masking
 
 
-def explained_variance(v: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> jax.Array:
+def explained_variance(
+  v: Real[ArrayLike, "*shape"], returns: Real[ArrayLike, "*#shape"], mask: Bool[ArrayLike, "*#shape"]
+) -> Float32[Array, ""]:
   """Share of the returns' variance that the values explain.
 
   EV = 1 − Var(R − V) / Var(R).                                              (arXiv 2607.07508, Section 4)
@@ -20,7 +22,7 @@ def explained_variance(v: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> jax
     mask: bool, True on action tokens.
 
   Returns:
-    At most 1; 0 for a constant V; NaN where Var(R) = 0 (up to float32 rounding) or nothing is masked in.
+    At most 1; 0 for a constant V. NaN if Var(R) = 0 (up to float32 rounding) or no entry counts.
 
   >>> float(explained_variance(jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0]), jnp.array([True, True])))
   1.0
@@ -33,10 +35,12 @@ def explained_variance(v: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> jax
   return jnp.where(total == 0, jnp.nan, 1.0 - residual / jnp.where(total == 0, 1.0, total))
 
 
-def effective_sample_size(logp: ArrayLike, behavior_logp: ArrayLike, mask: ArrayLike) -> jax.Array:
-  """How many on-policy tokens the importance-weighted tokens are worth.
+def effective_sample_size(
+  logp: Float[ArrayLike, "*shape"], behavior_logp: Float[ArrayLike, "*#shape"], mask: Bool[ArrayLike, "*#shape"]
+) -> Float32[Array, ""]:
+  """Number of on-policy tokens that the importance-weighted tokens are worth.
 
-  ESS = (Σ_t r_t)² / Σ_t r_t², between 1 and the number of tokens (all ratios equal); 0 for no token.      (Kish)
+  ESS = (Σ_t r_t)² / Σ_t r_t², from 1 to the number of tokens (all ratios equal); 0 without tokens.        (Kish)
 
   Args:
     logp: learner's log-probs, any shape.
@@ -47,7 +51,7 @@ def effective_sample_size(logp: ArrayLike, behavior_logp: ArrayLike, mask: Array
   1.6
   """
   difference, mask = _masked_log_ratio(logp, behavior_logp, mask)
-  # The ratio's scale cancels: dividing by the largest one keeps the squares in range.
+  # A common factor cancels; dividing by the largest ratio keeps the squares in range.
   largest = jnp.max(difference, initial=-jnp.inf, where=mask)
   largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
   weight = jnp.where(mask, jnp.exp(jnp.where(mask, difference - largest, 0.0)), 0.0)
@@ -56,8 +60,12 @@ def effective_sample_size(logp: ArrayLike, behavior_logp: ArrayLike, mask: Array
 
 
 def approx_kl(
-  logp: ArrayLike, behavior_logp: ArrayLike, mask: ArrayLike, *, denominator: ArrayLike | None = None
-) -> jax.Array:
+  logp: Float[ArrayLike, "*shape"],
+  behavior_logp: Float[ArrayLike, "*#shape"],
+  mask: Bool[ArrayLike, "*#shape"],
+  *,
+  denominator: Real[ArrayLike, ""] | None = None,
+) -> Float32[Array, ""]:
   """KL(π_rollout ‖ π_θ) per token, estimated from tokens that π_rollout sampled.
 
   mean_t (r_t − 1 − log r_t), r = π_θ / π_rollout: Schulman's k3 estimator, unbiased and never negative.

@@ -1,27 +1,33 @@
-"""Direct double-sided importance sampling (DIS), arXiv 2607.07508 Section 3.1: the ratio, its bounds, the coefficient.
+"""Importance ratios, and direct double-sided importance sampling (DIS, arXiv 2607.07508, Section 3.1).
 
-Log-probs may be of any float dtype; they are cast to float32 before they are subtracted.
+Log-probs may have any float dtype; they are cast to float32 before they are subtracted.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Integer, Real
 
 from sao_jax.ops import _checks
 
 _EPS = 2.0**-23  # of float32
 
 
-def log_ratio(logp: ArrayLike, behavior_logp: ArrayLike) -> jax.Array:
-  """log π_θ(a) − log π_rollout(a) in float32; shapes equal, or scalars."""
+def log_ratio(logp: Float[ArrayLike, "*shape"], behavior_logp: Float[ArrayLike, "*#shape"]) -> Float32[Array, "*shape"]:
+  """log π_θ(a) − log π_rollout(a) in float32, for equal shapes or scalars.
+
+  >>> float(log_ratio(jnp.array(-1.0), jnp.array(-1.5)))
+  0.5
+  """
   logp, behavior_logp = _checks.broadcast(logp=_checks.float32(logp), behavior_logp=_checks.float32(behavior_logp))
   return logp - behavior_logp
 
 
-def importance_ratio(logp: ArrayLike, behavior_logp: ArrayLike) -> jax.Array:
-  """Likelihood ratio of the learner's policy and the one that really sampled.
+def importance_ratio(
+  logp: Float[ArrayLike, "*shape"], behavior_logp: Float[ArrayLike, "*#shape"]
+) -> Float32[Array, "*shape"]:
+  """Likelihood ratio between the learner's policy and the policy that sampled the token.
 
   r_t = exp(log π_θ(a_t|s_t) − log π_rollout(a_t|s_t)).                      (arXiv 2607.07508, Eq. 2)
 
@@ -32,7 +38,7 @@ def importance_ratio(logp: ArrayLike, behavior_logp: ArrayLike) -> jax.Array:
     behavior_logp: engine's log-probs, same shape.
 
   Returns:
-    float32, same shape. Differentiable; use `dis_coefficient` for what multiplies the score.
+    float32, same shape. Differentiable; `dis_coefficient` gives the constant that multiplies the score.
 
   Raises:
     ValueError: the shapes differ.
@@ -43,24 +49,32 @@ def importance_ratio(logp: ArrayLike, behavior_logp: ArrayLike) -> jax.Array:
   return jnp.exp(log_ratio(logp, behavior_logp))
 
 
-def rounding_slack(logp: ArrayLike, behavior_logp: ArrayLike) -> jax.Array:
-  """How far float32 rounding of two log-probs can move their difference.
+def rounding_slack(
+  logp: Float[ArrayLike, "*shape"], behavior_logp: Float[ArrayLike, "*#shape"]
+) -> Float32[Array, "*shape"]:
+  """Bound on the change that float32 rounding of two log-probs can make to their difference.
 
-  A ratio that equals a bound in real arithmetic arrives here a few units in the last place to either side of it.
-  Comparing with this slack decides such a ratio always the same way: as equal to the bound. It is 3e-7 for log-probs
-  near 0 and 5e-6 at -20.
+  In float32 a ratio that equals a bound exactly may end up a few units in the last place to either side of it.
+  Comparing with this slack treats every such ratio as equal to the bound. It is 3e-7 for log-probs near 0 and 5e-6 at
+  -20.
   """
   return 2 * _EPS * (1 + jnp.maximum(jnp.abs(_checks.float32(logp)), jnp.abs(_checks.float32(behavior_logp))))
 
 
-def dis_mask(logp: ArrayLike, behavior_logp: ArrayLike, *, eps_low: ArrayLike, eps_high: ArrayLike) -> jax.Array:
-  """Whether a token's ratio lies strictly inside the trust interval.
+def dis_mask(
+  logp: Float[ArrayLike, "*shape"],
+  behavior_logp: Float[ArrayLike, "*#shape"],
+  *,
+  eps_low: Real[ArrayLike, ""],
+  eps_high: Real[ArrayLike, ""],
+) -> Bool[Array, "*shape"]:
+  """True where a token's ratio lies strictly inside the trust interval.
 
   1 − ε_low < r_t < 1 + ε_high.                                              (arXiv 2607.07508, Eq. 3)
 
-  Strict on both sides, whatever the advantage's sign. Compared as log-ratios, where a ratio within `rounding_slack` of
-  a bound counts as on it, hence outside: exactly 0.7 and 6.0 are masked with ε = (0.3, 5.0) however the log-probs were
-  rounded.
+  Both bounds are strict and hold for either sign of the advantage. Ratios are compared as log-ratios. A ratio within
+  `rounding_slack` of a bound counts as equal to it, hence as outside: with ε = (0.3, 5.0), ratios of exactly 0.7 and
+  6.0 are masked however the log-probs were rounded.
 
   Args:
     logp: learner's log-probs, any shape and float dtype.
@@ -87,20 +101,35 @@ def dis_mask(logp: ArrayLike, behavior_logp: ArrayLike, *, eps_low: ArrayLike, e
 
 
 def dis_outside(
-  logp: ArrayLike, behavior_logp: ArrayLike, *, eps_low: ArrayLike, eps_high: ArrayLike
-) -> tuple[jax.Array, jax.Array]:
-  """The two sides of `dis_mask`, for metrics: `(below, above)`, bool, same shape; a NaN ratio is in neither."""
+  logp: Float[ArrayLike, "*shape"],
+  behavior_logp: Float[ArrayLike, "*#shape"],
+  *,
+  eps_low: Real[ArrayLike, ""],
+  eps_high: Real[ArrayLike, ""],
+) -> tuple[Bool[Array, "*shape"], Bool[Array, "*shape"]]:
+  """Tokens below and above the interval of `dis_mask`, for metrics. A NaN ratio is in neither.
+
+  >>> below, above = dis_outside(jnp.log(jnp.array([0.5, 2.0, 7.0])), jnp.zeros(3), eps_low=0.3, eps_high=5.0)
+  >>> below.tolist(), above.tolist()
+  ([True, False, False], [False, False, True])
+  """
   outside = ~dis_mask(logp, behavior_logp, eps_low=eps_low, eps_high=eps_high)
   difference = log_ratio(logp, behavior_logp)
   return outside & (difference <= 0), outside & (difference > 0)
 
 
-def dis_coefficient(logp: ArrayLike, behavior_logp: ArrayLike, *, eps_low: ArrayLike, eps_high: ArrayLike) -> jax.Array:
-  """The calibrated ratio that multiplies a token's score.
+def dis_coefficient(
+  logp: Float[ArrayLike, "*shape"],
+  behavior_logp: Float[ArrayLike, "*#shape"],
+  *,
+  eps_low: Real[ArrayLike, ""],
+  eps_high: Real[ArrayLike, ""],
+) -> Float32[Array, "*shape"]:
+  """Calibrated ratio that multiplies a token's score.
 
   f(r) = r if 1 − ε_low < r < 1 + ε_high, else 0.                            (arXiv 2607.07508, Eq. 3)
 
-  It is a coefficient: no gradient flows through it (`stop_gradient`).
+  No gradient flows through it (`stop_gradient`).
 
   Args, Raises: as `dis_mask`.
 
@@ -113,3 +142,44 @@ def dis_coefficient(logp: ArrayLike, behavior_logp: ArrayLike, *, eps_low: Array
   kept = dis_mask(logp, behavior_logp, eps_low=eps_low, eps_high=eps_high)
   difference = jnp.where(kept, log_ratio(logp, behavior_logp), 0.0)
   return jax.lax.stop_gradient(jnp.where(kept, jnp.exp(difference), 0.0))
+
+
+def sequence_log_ratio(
+  logp: Float[ArrayLike, "T"],
+  old_logp: Float[ArrayLike, "T"],
+  action_mask: Bool[ArrayLike, "T"],
+  *,
+  segment_ids: Integer[ArrayLike, "T"] | None = None,
+) -> Float32[Array, "T"]:
+  """Logarithm of GSPO's length-normalised ratio, the same at every token of a sequence.
+
+  log s = 1/l Σ_t M_t (log π_θ − log π_old)_t, l = Σ_t M_t.                  (arXiv 2507.18071, Eq. 7)
+
+  Args:
+    logp: `[T]` learner's log-probs.
+    old_logp: `[T]` log-probs under π_old.
+    action_mask: `[T]` bool, True on action tokens.
+    segment_ids: `[T]` int, 0 = padding: each segment of a packed row is a sequence of its own. None: the stream is one
+      sequence.
+
+  Returns:
+    `[T]` float32; 0 for a sequence without action tokens, and in padding.
+
+  Raises:
+    ValueError: the shapes differ, or are not `[T]`. TypeError: the mask is not bool, or the ids are not integers.
+
+  >>> logp, mask, ids = jnp.array([-1.0, -2.0, -3.0]), jnp.array([True, True, True]), jnp.array([1, 1, 2])
+  >>> sequence_log_ratio(logp, jnp.full(3, -2.0), mask, segment_ids=ids).tolist()
+  [0.5, 0.5, -1.0]
+  """
+  logp, old_logp, mask = _checks.float32(logp), _checks.float32(old_logp), _checks.boolean("action_mask", action_mask)
+  length = _checks.stream("sequence_log_ratio", logp=logp, old_logp=old_logp, action_mask=mask)
+  ids = jnp.ones((length,), jnp.int32) if segment_ids is None else _checks.segments(segment_ids, length)
+  mask = mask & (ids != 0)
+  # Sequences are numbered by the changes of the id, so that any ids will do.
+  number = jnp.cumsum(jnp.concatenate([jnp.zeros_like(mask[:1]), ids[1:] != ids[:-1]]))
+  # Blanked before the subtraction: a NaN off the mask would poison the gradient.
+  difference = jnp.where(mask, logp, 0.0) - jnp.where(mask, old_logp, 0.0)
+  total = jax.ops.segment_sum(difference, number, num_segments=length)
+  count = jax.ops.segment_sum(mask.astype(jnp.float32), number, num_segments=length)
+  return (total / jnp.maximum(count, 1.0))[number]

@@ -1,4 +1,4 @@
-"""Log-probs of tokens, from logits or straight from hidden states without ever holding the logits of all tokens."""
+"""Log-probs of tokens, from logits or from hidden states. The latter never hold the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int32, Integer
 
 from sao_jax.ops import _checks
 
 _Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 MIN_CHUNKS = 8
-"""Chunks that a row of `masked_token_logprobs` has at least: fewer would leave less of them out."""
+"""Least number of chunks per row in `masked_token_logprobs`: with fewer, fewer could be skipped."""
 
 
-def token_logprobs(logits: ArrayLike, tokens: ArrayLike, *, temperature: float = 1.0) -> jax.Array:
+def token_logprobs(
+  logits: Float[ArrayLike, "*shape V"], tokens: Integer[ArrayLike, "*shape"], *, temperature: float = 1.0
+) -> Float32[Array, "*shape"]:
   """Log-prob of each token under the tempered distribution.
 
   log π(a) = z_a / τ − logsumexp(z / τ).
@@ -34,7 +36,7 @@ def token_logprobs(logits: ArrayLike, tokens: ArrayLike, *, temperature: float =
     `[...]` float32.
 
   Raises:
-    ValueError: the shapes do not fit, or τ ≤ 0. TypeError: float tokens.
+    ValueError: the shapes do not fit, or τ ≤ 0. TypeError: the tokens are not integers.
 
   >>> round(float(token_logprobs(jnp.zeros(4), jnp.array(2))), 4)
   -1.3863
@@ -48,33 +50,41 @@ def token_logprobs(logits: ArrayLike, tokens: ArrayLike, *, temperature: float =
 
 
 def chunked_token_logprobs(
-  hidden: ArrayLike, lm_head: ArrayLike, tokens: ArrayLike, *, temperature: float = 1.0, chunk_size: int
-) -> tuple[jax.Array, jax.Array]:
-  """Log-prob of each token, and entropy of its distribution, from hidden states; logits exist for one chunk at a time.
+  hidden: Float[ArrayLike, "*shape D"],
+  lm_head: Float[ArrayLike, "D V"],
+  tokens: Integer[ArrayLike, "*shape"],
+  *,
+  temperature: float = 1.0,
+  chunk_size: int,
+) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
+  """Log-prob of each token and entropy of its distribution, from hidden states, one chunk of logits at a time.
 
   z = h W / τ,  log π(a) = z_a − logsumexp(z),  H = −Σ_v π_v log π_v.
 
   The backward pass (a custom gradient) computes each chunk's logits again, so that neither pass holds `[T, V]`. Both
   outputs are differentiable with respect to `hidden` and `lm_head`. Products accumulate in float32; the gradient of
-  `lm_head` is summed over chunks in float32. With bfloat16 inputs the logits' cotangents are rounded to bfloat16 before
-  their matmuls, as plain autodiff of a bfloat16 model does.
+  `lm_head` is summed over chunks in float32. With bfloat16 inputs, the logits' cotangents are rounded to bfloat16
+  before their matmuls, as in plain autodiff of a bfloat16 model.
 
-  Leading axes before the last are kept apart (a chunk takes a slice of time from every row), so rows sharded over
-  devices stay so.
+  A chunk takes a slice of time from every row, so that rows which are sharded over devices stay sharded.
 
   Args:
     hidden: `[..., D]`, any float dtype, aligned: `hidden[t]` predicts `tokens[t]` (`masking.align_predictions`).
     lm_head: `[D, V]`.
     tokens: `[...]` int ids in [0, V).
     temperature: τ > 0, the one the engine samples with.
-    chunk_size: ≥ 1, tokens whose logits may exist at once; `chunk_size` · V floats are held. At least the number of
-      tokens: no loop.
+    chunk_size: ≥ 1, number of tokens whose logits may exist at once; `chunk_size` · V floats are held. There is no loop
+      if it is at least the number of tokens.
 
   Returns:
     `(logp, entropy)`, both `[...]` float32.
 
   Raises:
-    ValueError: the shapes do not fit, τ ≤ 0 or chunk_size < 1. TypeError: float tokens.
+    ValueError: the shapes do not fit, τ ≤ 0 or chunk_size < 1. TypeError: the tokens are not integers.
+
+  >>> logp, entropy = chunked_token_logprobs(jnp.zeros((3, 2)), jnp.ones((2, 4)), jnp.array([0, 1, 2]), chunk_size=2)
+  >>> round(float(logp[2]), 4), round(float(entropy[2]), 4)
+  (-1.3863, 1.3863)
   """
   h, w, ids = _head_inputs(hidden, lm_head, tokens, temperature, chunk_size)
   chunks, restore = _split(h, ids, chunk_size)
@@ -83,37 +93,39 @@ def chunked_token_logprobs(
 
 
 def masked_token_logprobs(
-  hidden: ArrayLike,
-  lm_head: ArrayLike,
-  tokens: ArrayLike,
-  mask: ArrayLike,
+  hidden: Float[ArrayLike, "*rows T D"],
+  lm_head: Float[ArrayLike, "D V"],
+  tokens: Integer[ArrayLike, "*rows T"],
+  mask: Bool[ArrayLike, "*rows T"],
   *,
   temperature: float = 1.0,
   chunk_size: int,
   axis_names: Sequence[str] = (),
-) -> tuple[jax.Array, jax.Array]:
-  """`chunked_token_logprobs` of the tokens where the mask is True; both results are 0 elsewhere, and cost nothing.
+) -> tuple[Float32[Array, "*rows T"], Float32[Array, "*rows T"]]:
+  """`chunked_token_logprobs` of the tokens where the mask is True; 0 at other tokens, which cost nothing.
 
-  Chunks are filled with masked tokens only, and the loop over them ends with the last one, forward and backward: one
-  compiled program, whose work follows the number of masked tokens (rounded up to chunks). Rows are kept apart, so rows
-  sharded over devices stay so, and the fullest row decides; of one long row nothing is rounded but the last chunk.
-  Hidden states off the mask are never read: NaN there reaches neither the results nor a gradient.
+  Chunks hold masked tokens only, and the loop ends after the last of them, forward and backward. The work of the one
+  compiled program thus follows the number of masked tokens, rounded up to chunks. A chunk takes as many tokens of every
+  row, so that rows which are sharded over devices stay sharded; the fullest row decides the number of chunks. With one
+  long row, only the last chunk is rounded up. Hidden states off the mask are never read: NaN there reaches neither the
+  results nor a gradient.
 
   Args:
     hidden: `[..., D]`, any float dtype, aligned: `hidden[t]` predicts `tokens[t]` (`masking.align_predictions`).
     lm_head: `[D, V]`.
     tokens: `[...]` int ids in [0, V).
-    mask: `[...]` bool: which tokens to score.
+    mask: `[...]` bool, True on the tokens to score.
     temperature: τ > 0, the one the engine samples with.
-    chunk_size: ≥ 1, tokens whose logits may exist at once; a row has at least `MIN_CHUNKS` chunks.
-    axis_names: inside `jax.shard_map`, axes along which devices have tokens of their own: they run as many chunks as
-      one another, since the loop may hold collectives over other axes.
+    chunk_size: ≥ 1, number of tokens whose logits may exist at once; a row has at least `MIN_CHUNKS` chunks.
+    axis_names: inside `jax.shard_map`, the axes along which devices hold different tokens. All devices then run the
+      same number of chunks, since the loop may hold collectives over other axes.
 
   Returns:
     `(logp, entropy)`, both `[...]` float32.
 
   Raises:
-    ValueError: the shapes do not fit, τ ≤ 0 or chunk_size < 1. TypeError: float tokens, a mask that is not bool.
+    ValueError: the shapes do not fit, τ ≤ 0 or chunk_size < 1. TypeError: the tokens are not integers, or the mask is
+      not bool.
   """
   h, w, ids = _head_inputs(hidden, lm_head, tokens, temperature, chunk_size)
   chosen = _checks.boolean("mask", mask)
@@ -126,8 +138,13 @@ def masked_token_logprobs(
   return logp.reshape(ids.shape), entropy.reshape(ids.shape)
 
 
-def masked_chunks(mask: ArrayLike, *, chunk_size: int) -> tuple[jax.Array, int, int]:
-  """What `masked_token_logprobs` computes: `(chunks it runs, chunks of a full mask, tokens per chunk)`."""
+def masked_chunks(mask: Bool[ArrayLike, "*rows T"], *, chunk_size: int) -> tuple[Int32[Array, ""], int, int]:
+  """Amount of work of `masked_token_logprobs`: `(chunks that it runs, chunks of a full mask, tokens per chunk)`.
+
+  >>> used, full, tokens = masked_chunks(jnp.arange(16) < 3, chunk_size=4)
+  >>> int(used), full, tokens
+  (2, 8, 2)
+  """
   chosen = _checks.boolean("mask", mask)
   rows, columns = math.prod(chosen.shape[:-1]), chosen.shape[-1]
   width = _masked_width(rows, columns, chunk_size)
@@ -137,7 +154,7 @@ def masked_chunks(mask: ArrayLike, *, chunk_size: int) -> tuple[jax.Array, int, 
 def _head_inputs(
   hidden: ArrayLike, lm_head: ArrayLike, tokens: ArrayLike, temperature: float, chunk_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Checked `(hidden, lm_head, tokens)`."""
+  """Returns `(hidden, lm_head, tokens)` after the checks."""
   _checks.interval("temperature", temperature, 0.0, open_low=True)
   if not isinstance(chunk_size, int) or chunk_size < 1:
     raise ValueError(f"chunk_size must be an int >= 1; received {chunk_size!r}.")
@@ -171,10 +188,10 @@ class _Restore(NamedTuple):
 
 
 def _split(h: jax.Array, ids: jax.Array, chunk_size: int) -> tuple[tuple[jax.Array, jax.Array], _Restore]:
-  """`[..., D]` and `[...]` to n chunks `[n, R, c, D]`, `[n, R, c]` of R · c ≤ chunk_size tokens, padded with zeros."""
+  """Splits `[..., D]`, `[...]` into n chunks `[n, R, c, D]`, `[n, R, c]` of R · c ≤ chunk_size tokens; pads with 0."""
   shape = ids.shape
   rows = math.prod(shape[:-1])
-  if rows > chunk_size or not shape:  # more rows than a chunk has tokens: one long row
+  if rows > chunk_size or not shape:  # a chunk cannot hold a token of each row: make them one long row
     rows = 1
   columns = math.prod(shape) // max(rows, 1)
   count = max(1, math.ceil(columns / max(1, chunk_size // max(rows, 1))))
@@ -182,7 +199,7 @@ def _split(h: jax.Array, ids: jax.Array, chunk_size: int) -> tuple[tuple[jax.Arr
   padding = count * width - columns
   h = jnp.pad(h.reshape(rows, columns, h.shape[-1]), ((0, 0), (0, padding), (0, 0)))
   ids = jnp.pad(ids.reshape(rows, columns), ((0, 0), (0, padding)))
-  # A chunk takes every count-th token, so that each device of a row that is split over devices has a share in it.
+  # A chunk takes every count-th token, so that it is spread evenly over the devices that share a row.
   h = jnp.moveaxis(h.reshape(rows, width, count, h.shape[-1]), 2, 0)
   return (h, jnp.moveaxis(ids.reshape(rows, width, count), 2, 0)), _Restore(shape, rows, columns)
 
@@ -205,7 +222,7 @@ def _forward_chunk(
   total = jnp.sum(weights, axis=-1)
   logsumexp = largest + jnp.log(total)
   chosen = jnp.take_along_axis(z, ids[..., None], axis=-1)[..., 0]
-  # From z itself, not z - largest: one array of the chunk's size less is alive. H >= 0 but for rounding.
+  # From z itself, not z - largest, which would be one more array of the chunk's size. H may round below 0.
   entropy = jnp.maximum(logsumexp - jnp.sum(weights * z, axis=-1) / total, 0.0)
   return chosen - logsumexp, entropy, logsumexp
 
@@ -220,7 +237,7 @@ def _backward_chunk(
   logp_bar: jax.Array,
   entropy_bar: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Cotangents of one chunk's hidden states, and its float32 share of lm_head's.
+  """Cotangent of one chunk's hidden states, and the chunk's float32 share of that of lm_head.
 
   ∂logp/∂z_v = 1[v = a] − π_v,  ∂H/∂z_v = −π_v (log π_v + H).
   """
@@ -279,36 +296,36 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _masked_width(rows: int, columns: int, chunk_size: int) -> int:
-  """Tokens that a chunk takes of each row."""
+  """Tokens of each row in one chunk."""
   return max(1, min(chunk_size // max(rows, 1), math.ceil(columns / MIN_CHUNKS)))
 
 
 def _used_chunks(mask: jax.Array, width: int, axis_names: tuple[str, ...]) -> jax.Array:
-  """Chunks that hold a masked token of any row, of any device along the axes."""
+  """Number of chunks that hold a masked token, the largest over the rows and over devices along the axes."""
   used = -(-jnp.max(jnp.sum(mask, axis=-1), initial=0) // width)
   return lax.pmax(used, axis_names) if axis_names else used
 
 
 class _Settings(NamedTuple):
-  """What `_masked` is traced for: its one static argument."""
+  """Static argument of `_masked`."""
 
   temperature: float
   width: int
-  """Tokens that a chunk takes of each row."""
+  """Tokens of each row in one chunk."""
   axis_names: tuple[str, ...]
 
 
 class _Order(NamedTuple):
-  """Which tokens of `[R, T]` each of n chunks takes: those of the mask first, in their order."""
+  """Assignment of tokens `[R, T]` to n chunks: masked tokens first, in their order."""
 
   column: jax.Array
-  """`[R, n, width]`: the token at each place; places past T repeat the last."""
+  """`[R, n, width]`: index of the token at each place; places past T repeat the last token."""
   valid: jax.Array
-  """`[R, n, width]` bool: a masked token stands there."""
+  """`[R, n, width]` bool: the place holds a masked token."""
   place: jax.Array
-  """`[R, T]`: where each masked token stands among all n * width."""
+  """`[R, T]`: place of each masked token among all n * width."""
   used: jax.Array
-  """Chunks that hold anything."""
+  """Number of chunks that hold a masked token."""
 
 
 def _order(mask: jax.Array, settings: _Settings) -> _Order:
@@ -325,17 +342,17 @@ def _order(mask: jax.Array, settings: _Settings) -> _Order:
 
 
 def _chunk_of(x: jax.Array, i: jax.Array) -> jax.Array:
-  """`[R, width, ...]` of `[R, n, width, ...]`."""
+  """Takes chunk i, `[R, width, ...]`, of `[R, n, width, ...]`."""
   return lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
 
 
 def _with_chunk(x: jax.Array, i: jax.Array, chunk: jax.Array) -> jax.Array:
-  """`x` with `chunk` as its chunk i."""
+  """Replaces chunk i of `x`."""
   return lax.dynamic_update_index_in_dim(x, chunk, i, axis=1)
 
 
 def _take(x: jax.Array, order: _Order, i: jax.Array) -> jax.Array:
-  """`[R, width, ...]`: chunk i of `[R, T, ...]`, zeros where nothing masked stands."""
+  """Gathers chunk i, `[R, width, ...]`, from `[R, T, ...]`; 0 where a place holds no masked token."""
   column, valid = _chunk_of(order.column, i), _chunk_of(order.valid, i)
   extra = (1,) * (x.ndim - 2)
   taken = jnp.take_along_axis(x, column.reshape(*column.shape, *extra), axis=1)
@@ -343,7 +360,7 @@ def _take(x: jax.Array, order: _Order, i: jax.Array) -> jax.Array:
 
 
 def _put_back(x: jax.Array, order: _Order, mask: jax.Array) -> jax.Array:
-  """`[R, T, ...]` from `[R, n, width, ...]`, zeros off the mask."""
+  """Undoes `_take` for all chunks: `[R, n, width, ...]` to `[R, T, ...]`, 0 off the mask."""
   extra = (1,) * (x.ndim - 3)
   x = x.reshape(x.shape[0], -1, *x.shape[3:])
   placed = jnp.take_along_axis(x, order.place.reshape(*mask.shape, *extra), axis=1)

@@ -6,24 +6,24 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float32, Real, Shaped
 
 from sao_jax.ops import _checks
 
 
-def align_predictions(x: ArrayLike, *, axis: int = 1, fill: float = 0.0) -> jax.Array:
+def align_predictions(x: Shaped[ArrayLike, "*shape"], *, axis: int = 1, fill: float = 0.0) -> Shaped[Array, "*shape"]:
   """Shifts model outputs right by one, so that index t describes `tokens[t]`.
 
   out[:, t] = x[:, t - 1], out[:, 0] = fill.
 
-  A model's output at index t is made from `tokens[: t + 1]`: it predicts `tokens[t + 1]`, and is the value of the state
-  before that token. Everywhere else in this library index t of an array describes `tokens[t]`; this is the only place
-  that shifts.
+  A model's output at index t is computed from `tokens[: t + 1]`: it predicts `tokens[t + 1]`, or is the value of the
+  state before that token. Everywhere else in this library, index t of an array describes `tokens[t]`. This is the only
+  place that shifts.
 
   Args:
     x: outputs with time along `axis`, e.g. `[B, T]` values or `[B, T, D]` hidden states, any dtype.
     axis: the time axis.
-    fill: what index 0 gets, where no prediction exists (the first token is never an action).
+    fill: value at index 0, which has no prediction (the first token is never an action).
 
   Returns:
     An array of the shape and dtype of `x`.
@@ -39,7 +39,9 @@ def align_predictions(x: ArrayLike, *, axis: int = 1, fill: float = 0.0) -> jax.
   return jnp.concatenate([first, jax.lax.slice_in_dim(x, 0, max(length - 1, 0), axis=axis)], axis=axis)
 
 
-def masked_mean(x: ArrayLike, mask: ArrayLike, *, denominator: ArrayLike | None = None) -> jax.Array:
+def masked_mean(
+  x: Shaped[ArrayLike, "*shape"], mask: Bool[ArrayLike, "*#shape"], *, denominator: Real[ArrayLike, ""] | None = None
+) -> Float32[Array, ""]:
   """Sum over True entries, divided by their number or by a given denominator.
 
   Σ_t M_t x_t / N, with N = Σ_t M_t unless given; 0 where N = 0.
@@ -49,8 +51,8 @@ def masked_mean(x: ArrayLike, mask: ArrayLike, *, denominator: ArrayLike | None 
   Args:
     x: any shape, any real dtype.
     mask: shape of `x`, bool.
-    denominator: scalar ≥ 0; e.g. the number of action tokens of the whole batch when `x` is one microbatch of it, so
-      that the microbatches' results add up to the batch mean.
+    denominator: scalar ≥ 0. For a microbatch, pass the number of action tokens of the whole batch: the microbatches'
+      results then add up to the mean over the batch.
 
   Returns:
     A float32 scalar.
@@ -72,21 +74,25 @@ def masked_mean(x: ArrayLike, mask: ArrayLike, *, denominator: ArrayLike | None 
 class Moments(NamedTuple):
   """Statistics over the True entries of a mask; float32 scalars."""
 
-  num: jax.Array
-  mean: jax.Array
-  variance: jax.Array
-  """Population variance (divided by the count); exactly 0 where the entries are equal up to float32 rounding."""
+  num: Float32[Array, ""]
+  mean: Float32[Array, ""]
+  variance: Float32[Array, ""]
+  """Population variance (divided by the count); exactly 0 if the entries are equal up to float32 rounding."""
 
 
-def masked_moments(x: ArrayLike, mask: ArrayLike) -> Moments:
-  """Count, mean and population variance over True entries; all 0 where there is none.
+def masked_moments(x: Real[ArrayLike, "*shape"], mask: Bool[ArrayLike, "*#shape"]) -> Moments:
+  """Count, mean and population variance over True entries; all 0 without any.
 
-  Entries are centred on their maximum first, so that equal entries give a variance of exactly 0; a spread of less than
-  a few units in the last place of the largest entry is rounding noise and counts as 0 as well.
+  Entries are centred on their maximum first, so that equal entries give a variance of exactly 0. A spread of a few
+  units in the last place of the largest entry is rounding noise, and counts as 0 as well.
 
   Args:
     x: any shape, any real dtype.
     mask: shape of `x`, bool.
+
+  >>> moments = masked_moments(jnp.array([1.0, 3.0, 99.0]), jnp.array([True, True, False]))
+  >>> float(moments.mean), float(moments.variance)
+  (2.0, 1.0)
   """
   x, mask = _checks.broadcast(x=_checks.float32(x), mask=_checks.boolean("mask", mask))
   x = jnp.where(mask, x, 0.0)
@@ -96,17 +102,17 @@ def masked_moments(x: ArrayLike, mask: ArrayLike) -> Moments:
   mean = masked_mean(shifted, mask)
   variance = masked_mean(jnp.square(shifted - mean), mask)
   noise = 4 * 2.0**-23 * jnp.max(jnp.abs(x), initial=0.0)
-  # NaN compares False, so a NaN at a True entry stays visible.
+  # NaN compares False, so that a NaN at a True entry stays visible.
   variance = jnp.where(variance <= jnp.square(noise), 0.0, variance)
   return Moments(num=jnp.sum(mask).astype(jnp.float32), mean=centre + mean, variance=variance)
 
 
-def masked_whiten(x: ArrayLike, mask: ArrayLike) -> jax.Array:
+def masked_whiten(x: Real[ArrayLike, "*shape"], mask: Bool[ArrayLike, "*#shape"]) -> Float32[Array, "*shape"]:
   """Standardises the True entries to mean 0 and population variance 1.
 
   y_t = M_t (x_t − μ) / σ, with μ, σ over True entries only; y_t = M_t (x_t − μ) with fewer than two of them, or σ = 0.
 
-  SAO leaves advantages as they are; this is for the variants that whiten (off by default in the learner).
+  SAO does not whiten advantages. This is for variants that do; it is off by default in the learner.
 
   Args:
     x: any shape, any real dtype.

@@ -1,21 +1,21 @@
 """Per-token policy losses: negated objectives, to be minimised. Reduce with `masking.masked_mean`.
 
-Common to all: any shape unless stated otherwise, float32 results, exactly 0 (and no gradient) off the action mask,
-whatever is stored there. A NaN log-prob or advantage AT an action token gives NaN: a broken model must not look like a
-quiet batch.
+Unless stated otherwise, arrays have any shape and results are float32. Off the action mask the loss is exactly 0 and
+has no gradient, whatever is stored there. A NaN log-prob or advantage AT an action token gives NaN: a broken model must
+not look like a batch with nothing to learn from.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Integer, Real
 
 from sao_jax.ops import _checks, importance
 
 
 def _prepare(logp: ArrayLike, adv: ArrayLike, action_mask: ArrayLike, **others: ArrayLike) -> tuple[jax.Array, ...]:
-  """Casts, checks shapes, blanks everything off the mask; advantages and the other log-probs take no gradient."""
+  """Casts, checks shapes, sets everything off the mask to 0, and stops all gradients but that of `logp`."""
   mask = _checks.boolean("action_mask", action_mask)
   arrays = _checks.broadcast(
     action_mask=mask,
@@ -24,7 +24,7 @@ def _prepare(logp: ArrayLike, adv: ArrayLike, action_mask: ArrayLike, **others: 
     **{name: _checks.float32(x) for name, x in others.items()},
   )
   mask, logp, *constants = arrays
-  # Blanked before any arithmetic, not after: a NaN in a branch that is not taken still poisons its gradient.
+  # Before any arithmetic: a NaN in a branch that is not taken still poisons the gradient.
   logp = jnp.where(mask, logp, 0.0)
   return mask, logp, *(jax.lax.stop_gradient(jnp.where(mask, x, 0.0)) for x in constants)
 
@@ -38,8 +38,7 @@ def _score_loss(coefficient: jax.Array, logp: jax.Array, adv: jax.Array, mask: j
 def _clipped_surrogate(
   difference: jax.Array, adv: jax.Array, *, clip_low: ArrayLike, clip_high: ArrayLike
 ) -> jax.Array:
-  """min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), r = exp(difference); safe where r overflows and is clipped
-  anyway."""
+  """min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), r = exp(difference); finite where r overflows but is clipped."""
   _checks.interval("clip_low", clip_low, 0.0, 1.0, open_high=True)
   _checks.interval("clip_high", clip_high, 0.0)
   clip_low, clip_high = _checks.float32(clip_low), _checks.float32(clip_high)
@@ -50,20 +49,20 @@ def _clipped_surrogate(
 
 
 def dis_policy_loss(
-  logp: ArrayLike,
-  behavior_logp: ArrayLike,
-  adv: ArrayLike,
-  action_mask: ArrayLike,
+  logp: Float[ArrayLike, "*shape"],
+  behavior_logp: Float[ArrayLike, "*#shape"],
+  adv: Real[ArrayLike, "*#shape"],
+  action_mask: Bool[ArrayLike, "*#shape"],
   *,
-  eps_low: ArrayLike,
-  eps_high: ArrayLike,
-) -> jax.Array:
+  eps_low: Real[ArrayLike, ""],
+  eps_high: Real[ArrayLike, ""],
+) -> Float32[Array, "*shape"]:
   """SAO's policy loss with direct double-sided importance sampling.
 
   ℓ_t = −sg[f(r_t) A_t] log π_θ(a_t|s_t), f(r) = r if 1 − ε_low < r < 1 + ε_high else 0.    (arXiv 2607.07508, Eqs. 1-3)
 
-  The gradient is −f(r_t) A_t ∇log π. A token outside the interval contributes nothing but still counts in the
-  denominator (all action tokens), so that more masking makes a smaller step.
+  The gradient is −f(r_t) A_t ∇log π. A token outside the interval contributes nothing, but still counts in the
+  denominator (all action tokens): the more tokens are masked, the smaller the step.
 
   Args:
     logp: learner's log-probs, any shape, any float dtype.
@@ -71,13 +70,14 @@ def dis_policy_loss(
     adv: advantages (constants). Shape of `logp` or scalar.
     action_mask: bool, True on action tokens.
     eps_low: in [0, 1).
-    eps_high: > 0; required, there is no single epsilon.
+    eps_high: > 0. Required, like eps_low: neither follows from the other.
 
   Returns:
     float32 per-token losses, shape of `logp`.
 
   Raises:
-    ValueError: shapes differ, or an epsilon is out of range. TypeError: mask of float dtype, or an epsilon is missing.
+    ValueError: the shapes differ, or an epsilon is out of range. TypeError: the mask is not bool, or an epsilon is
+      missing.
 
   >>> g = jax.grad(lambda x: dis_policy_loss(x, -2.1, 2.0, True, eps_low=0.3, eps_high=5.0))(-2.0)
   >>> round(float(g), 4)
@@ -90,13 +90,18 @@ def dis_policy_loss(
 
 
 def truncated_is_loss(
-  logp: ArrayLike, behavior_logp: ArrayLike, adv: ArrayLike, action_mask: ArrayLike, *, cap: ArrayLike
-) -> jax.Array:
+  logp: Float[ArrayLike, "*shape"],
+  behavior_logp: Float[ArrayLike, "*#shape"],
+  adv: Real[ArrayLike, "*#shape"],
+  action_mask: Bool[ArrayLike, "*#shape"],
+  *,
+  cap: Real[ArrayLike, ""],
+) -> Float32[Array, "*shape"]:
   """Score-function loss with a truncated importance weight.
 
   ℓ_t = −sg[min(r_t, cap) A_t] log π_θ(a_t|s_t), r_t = π_θ / π_rollout.
 
-  Unlike DIS it caps large ratios instead of dropping them, and keeps small ones. (Truncation as ρ̄ in IMPALA, arXiv
+  Unlike DIS, it caps large ratios instead of masking them, and keeps small ones. (Truncation as ρ̄ in IMPALA, arXiv
   1802.01561; the form is CISPO's, arXiv 2506.13585, with the rollout engine's log-probs in place of π_old.)
 
   Args:
@@ -113,20 +118,20 @@ def truncated_is_loss(
 
 
 def ppo_clip_loss(
-  logp: ArrayLike,
-  old_logp: ArrayLike,
-  adv: ArrayLike,
-  action_mask: ArrayLike,
+  logp: Float[ArrayLike, "*shape"],
+  old_logp: Float[ArrayLike, "*#shape"],
+  adv: Real[ArrayLike, "*#shape"],
+  action_mask: Bool[ArrayLike, "*#shape"],
   *,
-  clip_low: ArrayLike,
-  clip_high: ArrayLike,
-) -> jax.Array:
+  clip_low: Real[ArrayLike, ""],
+  clip_high: Real[ArrayLike, ""],
+) -> Float32[Array, "*shape"]:
   """PPO's clipped surrogate with separate bounds ("clip-higher").
 
   ℓ_t = −min(r_t A_t, clip(r_t, 1 − c_low, 1 + c_high) A_t), r_t = π_θ / π_old. (arXiv 1707.06347, Eq. 7; DAPO's two
   bounds)
 
-  A token is cut only where A > 0 and r > 1 + c_high, or A < 0 and r < 1 − c_low; on a bound it is not cut.
+  A token is clipped only if A > 0 and r > 1 + c_high, or A < 0 and r < 1 − c_low. A ratio on a bound is not clipped.
 
   Args:
     logp: learner's log-probs, any shape, any float dtype.
@@ -145,31 +150,31 @@ def ppo_clip_loss(
 
 
 def icepop_loss(
-  logp: ArrayLike,
-  old_logp: ArrayLike,
-  behavior_logp: ArrayLike,
-  adv: ArrayLike,
-  action_mask: ArrayLike,
+  logp: Float[ArrayLike, "*shape"],
+  old_logp: Float[ArrayLike, "*#shape"],
+  behavior_logp: Float[ArrayLike, "*#shape"],
+  adv: Real[ArrayLike, "*#shape"],
+  action_mask: Bool[ArrayLike, "*#shape"],
   *,
-  low: ArrayLike,
-  high: ArrayLike,
-  clip_low: ArrayLike,
-  clip_high: ArrayLike,
-) -> jax.Array:
-  """IcePop: PPO's surrogate, weighted by the masked mismatch between training and inference engine.
+  low: Real[ArrayLike, ""],
+  high: Real[ArrayLike, ""],
+  clip_low: Real[ArrayLike, ""],
+  clip_high: Real[ArrayLike, ""],
+) -> Float32[Array, "*shape"]:
+  """IcePop: PPO's surrogate, weighted by the masked mismatch ratio between training and inference engine.
 
   ℓ_t = −M(k_t) min(r_t A_t, clip(r_t, 1 − c_low, 1 + c_high) A_t), r_t = π_θ / π_old, k_t = π_old / π_rollout,
   M(k) = k if low ≤ k ≤ high else 0. (Ling team, "Small Leak Can Sink a Great Ship", 2025; Ring-1T report)
 
-  It keeps π_old; k is a constant. The bounds are inclusive; a k that equals one up to float32 rounding is kept.
+  k is a constant. The bounds are inclusive; a k that equals a bound up to float32 rounding is kept.
 
   Args:
     logp: learner's log-probs, any shape, any float dtype.
     old_logp: the learner's log-probs before the update (constants).
     behavior_logp: the rollout engine's log-probs (constants).
     adv, action_mask, clip_low, clip_high: as `ppo_clip_loss`.
-    low: ≥ 0, the smallest mismatch ratio kept (0.5 in IcePop).
-    high: > low, the largest one kept (5.0 in IcePop).
+    low: ≥ 0, the smallest mismatch ratio that is kept (0.5 in IcePop).
+    high: > low, the largest one that is kept (5.0 in IcePop).
 
   Returns:
     float32 per-token losses, shape of `logp`.
@@ -190,39 +195,42 @@ def icepop_loss(
 
 
 def gspo_loss(
-  logp: ArrayLike,
-  old_logp: ArrayLike,
-  adv: ArrayLike,
-  action_mask: ArrayLike,
+  logp: Float[ArrayLike, "T"],
+  old_logp: Float[ArrayLike, "T"],
+  adv: Real[ArrayLike, "T"] | Real[ArrayLike, ""],
+  action_mask: Bool[ArrayLike, "T"],
   *,
-  clip_low: ArrayLike,
-  clip_high: ArrayLike,
-) -> jax.Array:
+  clip_low: Real[ArrayLike, ""],
+  clip_high: Real[ArrayLike, ""],
+  segment_ids: Integer[ArrayLike, "T"] | None = None,
+) -> Float32[Array, "T"]:
   """GSPO: one length-normalised ratio for the whole sequence, clipped as a whole.
 
   s = exp(1/l Σ_t M_t (log π_θ − log π_old)_t), l = Σ_t M_t;  ℓ_t = −min(s A_t, clip(s, 1 − c_low, 1 + c_high) A_t).
   (arXiv 2507.18071, Eqs. 5-7)
 
-  The paper's objective for a sequence is the mean of ℓ_t over its action tokens with A_t = A; GSPO's bounds are of
+  The paper's objective for a sequence is the mean of ℓ_t over its action tokens with A_t = A. GSPO's bounds are of
   order 1e-4.
 
   Args:
-    logp: `[T]` learner's log-probs of ONE sequence (use `jax.vmap` for a batch; not for packed rows).
+    logp: `[T]` learner's log-probs of one sequence, or of a packed row (use `jax.vmap` for a batch).
     old_logp: `[T]` log-probs under π_old (constants).
     adv: `[T]` or scalar advantages (constants).
     action_mask: `[T]` bool.
     clip_low: in [0, 1).
     clip_high: ≥ 0.
+    segment_ids: `[T]` int, 0 = padding: each segment is a sequence of its own. None: the stream is one sequence.
 
   Returns:
     `[T]` float32 losses.
 
   Raises:
-    ValueError: not one stream, or shapes differ.
+    ValueError: the shapes differ, or are not `[T]`. TypeError: the mask is not bool, or the ids are not integers.
   """
-  _checks.stream("gspo_loss", logp=jnp.asarray(logp), old_logp=jnp.asarray(old_logp))
+  length = _checks.stream("gspo_loss", logp=jnp.asarray(logp), old_logp=jnp.asarray(old_logp))
   mask, logp, adv, old_logp = _prepare(logp, adv, action_mask, old_logp=old_logp)
-  length = jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
-  difference = jnp.broadcast_to(jnp.sum(logp - old_logp) / length, logp.shape)
+  if segment_ids is not None:
+    mask = mask & (_checks.segments(segment_ids, length) != 0)
+  difference = importance.sequence_log_ratio(logp, old_logp, mask, segment_ids=segment_ids)
   surrogate = _clipped_surrogate(difference, adv, clip_low=clip_low, clip_high=clip_high)
   return jnp.where(mask, -surrogate, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float32, Real
 
 from sao_jax.ops import _checks
 
@@ -19,7 +19,9 @@ def _prepare(v: ArrayLike, mask: ArrayLike, **constants: ArrayLike) -> tuple[jax
   return mask_, jnp.where(mask_, v_, 0.0), *blanked
 
 
-def squared_value_loss(v: ArrayLike, target: ArrayLike, mask: ArrayLike) -> jax.Array:
+def squared_value_loss(
+  v: Real[ArrayLike, "*shape"], target: Real[ArrayLike, "*#shape"], mask: Bool[ArrayLike, "*#shape"]
+) -> Float32[Array, "*shape"]:
   """Squared error of the values.
 
   ℓ_t = M_t (V(s_t) − sg[R_t])². (arXiv 2607.07508, Section 3.2; no factor 1/2)
@@ -43,9 +45,14 @@ def squared_value_loss(v: ArrayLike, target: ArrayLike, mask: ArrayLike) -> jax.
 
 
 def clipped_value_loss(
-  v: ArrayLike, old_v: ArrayLike, target: ArrayLike, mask: ArrayLike, *, clip: ArrayLike
-) -> jax.Array:
-  """PPO's pessimistic value loss: the worse of the plain error and that of a value kept near the old one.
+  v: Real[ArrayLike, "*shape"],
+  old_v: Real[ArrayLike, "*#shape"],
+  target: Real[ArrayLike, "*#shape"],
+  mask: Bool[ArrayLike, "*#shape"],
+  *,
+  clip: Real[ArrayLike, ""],
+) -> Float32[Array, "*shape"]:
+  """PPO's pessimistic value loss: the larger squared error of the value and of the value clipped to the old one.
 
   ℓ_t = M_t max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²). (as in OpenAI baselines' PPO2; no factor 1/2)
 

@@ -1,4 +1,4 @@
-"""Meshes and what lies on them: axes, sharding rules, constraints, copies, and several processes (`distributed`)."""
+"""Device meshes: axes, sharding rules, constraints, copies, and runs of several processes (`distributed`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The axes of the device mesh: their names, and which of them split a dimension."""
+"""Axes of the device mesh: their names, and the axes that split a dimension."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import math
 from jax.sharding import AbstractMesh, Mesh
 
 AXES = ("data", "fsdp", "tensor", "expert", "context")
-"""Every mesh has all five axes, in this order; an axis that is not used has size 1. See `sharding.MeshConfig`."""
+"""Every mesh has all five axes, in this order; an unused axis has size 1. See `mesh.MeshConfig`."""
 ROWS = ("data", "fsdp", "expert")
-"""Rows of a batch and slots of a cache: no device computes what another one computes."""
+"""Axes that split the rows of a batch and the slots of a cache."""
 SHARD = ("fsdp", "expert", "context")
-"""What parameters are split over for memory's sake alone: every axis along which they would otherwise be replicas, but
-`data`, which stays free for slow links."""
+"""Axes that split parameters only to save memory. Without them, parameters would be replicated along these axes. `data`
+is not among them, so that it can run over slow links."""
 EXPERT_SHARD = ("fsdp", "context")
-"""The same for stacked experts, whose first dimension takes `expert`."""
+"""`SHARD` for stacked experts, whose first dimension is split over `expert`."""
 
 
 def axes_in_use(mesh: Mesh | AbstractMesh, *names: str) -> tuple[str, ...]:
-  """Those of the named axes that the mesh has with more than one device; none off a mesh (an empty one)."""
+  """The named axes along which the mesh has more than one device; none for an empty mesh."""
   return tuple(name for name in names if mesh.shape.get(name, 1) > 1)
 
 
 def axes_for(mesh: Mesh | AbstractMesh, size: int, *names: str) -> tuple[str, ...]:
-  """The axes in use if together they divide `size`, else none: the dimension is then held whole by every device.
+  """The axes in use if together they divide `size`; otherwise none, and the dimension is not split.
 
   >>> mesh = AbstractMesh((2, 4, 1), ("data", "fsdp", "tensor"))
   >>> axes_for(mesh, 16, "data", "fsdp", "tensor"), axes_for(mesh, 12, "data", "fsdp")
@@ -34,10 +34,10 @@ def axes_for(mesh: Mesh | AbstractMesh, size: int, *names: str) -> tuple[str, ..
 
 
 def check_split(mesh: Mesh | AbstractMesh, name: str, size: int, *names: str) -> None:
-  """Refuses a size that the named axes together cannot split evenly.
+  """Checks that the named axes together split a size evenly.
 
   Raises:
-    ValueError: the message has `name`, the axes and the size.
+    ValueError: they do not; the message gives `name`, the axes and the size.
   """
   used = axes_in_use(mesh, *names)
   ways = math.prod(mesh.shape[axis] for axis in used)

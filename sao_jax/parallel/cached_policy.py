@@ -1,6 +1,7 @@
 """The rollout engine's policy on a mesh: slots over the row axes, heads over `tensor`, cached time over `context`.
 
-Key/value heads that `tensor` does not divide are cached by each of its devices; query heads are split all the same.
+If `tensor` does not divide the key/value heads, each of its devices caches all of them. Query heads are split even
+then.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from sao_jax.types import Cache, CachedPolicy, Params, SlotPlacement, Window
 def cached_on_mesh(
   policy: CachedPolicy, mesh: Mesh, dispatching: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> CachedPolicy:
-  """The same policy with its cache held to `cache_shardings`; slots must divide by the row axes, time by `context`.
+  """Constrains a policy's cache to `cache_shardings`. The row axes must divide the slots, and `context` the time.
 
-  Along `context` a slot's time is split. A shorter live part of it would lie on a few of the devices, so every step
-  attends to the whole cache there, masked; off `context` it is cut as usual.
+  `context` splits a slot's time, so a shorter live part of it would lie on a few devices only. With more than one
+  device along `context`, every step therefore attends to the whole cache, masked. With one, only the live part is read.
 
   Args:
     policy: e.g. `models.cached_policy(config)`.
-    mesh: where the engine runs: devices of this process.
+    mesh: mesh of the engine, over devices of this process.
     dispatching: see `types.SlotPlacement`.
   """
   whole_time = mesh.shape["context"] > 1
 
-  def hold(tree: Any) -> Any:
-    """Keys and values, of a cache or of a window, on their shards; the rest as it is."""
+  def constrain_cache(tree: Any) -> Any:
+    """Constrains the keys and values of a cache or of a window to their shardings."""
 
     def leaf(path: Any, x: jax.Array) -> jax.Array:
       names = path_components(path)
@@ -45,24 +46,24 @@ def cached_on_mesh(
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
   def init_cache(num_slots: int, max_len: int) -> Cache:
-    return hold(policy.init_cache(num_slots, max_len))
+    return constrain_cache(policy.init_cache(num_slots, max_len))
 
   def extend(params: Params, cache: Cache, *args: Any, live_len: int) -> tuple[jax.Array, Cache]:
     hidden, cache = policy.extend(params, cache, *args, live_len=_time(cache) if whole_time else live_len)
-    return hidden, hold(cache)
+    return hidden, constrain_cache(cache)
 
   def window(cache: Cache, slots: jax.Array, positions: jax.Array, *, steps: int, live_lens: tuple[int, ...]) -> Window:
     if whole_time:
-      # With room for all steps behind a full slot, in shards of one length.
+      # Room for all steps after a full slot, rounded up to shards of equal length.
       live_lens = (-(-(_time(cache) + steps) // mesh.shape["context"]) * mesh.shape["context"],)
-    return hold(policy.window(cache, slots, positions, steps=steps, live_lens=live_lens))
+    return constrain_cache(policy.window(cache, slots, positions, steps=steps, live_lens=live_lens))
 
   def step(prepared: Params, window: Window, tokens: jax.Array, i: jax.Array) -> tuple[jax.Array, Window]:
     hidden, window = policy.step(prepared, window, tokens, i)
-    return hidden, hold(window)
+    return hidden, constrain_cache(window)
 
   def merge(cache: Cache, window: Window, count: jax.Array) -> Cache:
-    return hold(policy.merge(cache, window, count))
+    return constrain_cache(policy.merge(cache, window, count))
 
   slots = PartitionSpec(axes_in_use(mesh, *ROWS) or None)
   return CachedPolicy(
@@ -78,6 +79,6 @@ def cached_on_mesh(
 
 
 def _time(cache: Cache) -> int:
-  """Positions that a slot's cache holds: what its keys `[S, K, Dh, max_len]` end with."""
+  """Number of positions in a slot's cache: the last dimension of its keys, `[S, K, Dh, max_len]`."""
   path_and_leaf = jax.tree_util.tree_flatten_with_path(cache)[0]
   return int(next(leaf.shape[-1] for path, leaf in path_and_leaf if path[-1].key == "key"))

@@ -1,7 +1,8 @@
-"""Sharding constraints for layers, which look up JAX's ambient mesh while they are traced.
+"""Sharding constraints for layers, which read JAX's ambient mesh while they are traced.
 
-The compiler decides what a layer leaves open. Layers with kernels of their own (expert layers, attention over long
-rows) run under `jax.shard_map` instead, because the compiler cannot see into a kernel, a sort or a loop over blocks.
+The compiler chooses every sharding that a layer does not constrain. Layers with their own kernels (expert layers,
+attention over long rows) run under `jax.shard_map` instead, because the compiler cannot see into a kernel, a sort or a
+loop over blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sao_jax.parallel.axes import ROWS, axes_for
 
 
 def ambient_mesh() -> AbstractMesh | None:
-  """The mesh of the computation being traced; None off a mesh, on a single device and inside `shard_map`."""
+  """The mesh of the computation being traced; None without a mesh, on a single device and inside `shard_map`."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
     return None
@@ -21,9 +22,9 @@ def ambient_mesh() -> AbstractMesh | None:
 
 
 def constrain(x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
-  """Tells the compiler which axes split each dimension of `x`, where they divide it. Returns `x` itself off a mesh.
+  """Constrains each dimension of `x` to be split over the given axes, if they divide it. Without a mesh, returns `x`.
 
-  Activations are constrained between layers, so that the compiler gathers the weights there and not the activations.
+  Activations are constrained between layers, so that the compiler gathers weights, not activations.
   """
   mesh = ambient_mesh()
   if mesh is None:
@@ -38,7 +39,7 @@ def constrain_tokens(x: jax.Array) -> jax.Array:
 
 
 def constrain_residual(x: jax.Array) -> jax.Array:
-  """`constrain` for activations between layers, `[B, T, D]`: `tensor` also splits tokens, where it divides them.
+  """`constrain` for activations between layers, `[B, T, D]`: `tensor` splits tokens, too, if it divides them.
 
   Inside a layer `tensor` splits heads and widths. Without this constraint, every device along `tensor` would hold the
   same inputs and outputs of a layer, and keep them for the backward pass (sequence parallelism, arXiv 2205.05198).

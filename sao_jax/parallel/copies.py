@@ -1,4 +1,4 @@
-"""Copies of arrays into buffers that nobody donates or overwrites."""
+"""Copies of arrays, in buffers that are not donated or overwritten."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sao_jax.types import Params
 
 
 def copy_leaves(tree: Any) -> Any:
-  """Copies every array of a tree; for use under `jax.jit`. `jnp.copy` is never elided: no output aliases an input."""
+  """Copies every array of a tree, on the same devices. Under `jax.jit`, too, no output aliases an input."""
   return jax.tree.map(jnp.copy, tree)
 
 
@@ -21,7 +21,7 @@ _copy_on_device = jax.jit(copy_leaves)
 
 
 def owned_copy(params: Params) -> Params:
-  """Copies parameters into fresh buffers on the same devices, and waits until the copy is there."""
+  """Copies parameters into new buffers on the same devices, and waits for the copy."""
   return jax.block_until_ready(_copy_on_device(params))
 
 
@@ -33,8 +33,8 @@ def is_key(leaf: Any) -> bool:
 def host_copies(leaves: Mapping[str, Any]) -> dict[str, Any]:
   """Copies named leaves into memory that the learner can neither donate nor overwrite.
 
-  The copies are on the host, or, where each process of a pod has only its own shards, on the devices. There one program
-  copies them all. On accelerators a program per leaf would do. XLA's CPU client, however, queues at most 32 programs
+  The copies are on the host. Arrays whose shards are spread over several processes are copied on their devices instead,
+  all by one program. On accelerators, a program per leaf would do. But XLA's CPU client queues at most 32 programs
   (behind a chunk of an engine, for example), and then blocks the threads that this chunk needs for its collectives.
   """
   plain = {name: jax.random.key_data(leaf) if is_key(leaf) else leaf for name, leaf in leaves.items()}
@@ -46,4 +46,4 @@ def host_copies(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def _on_host(name: str, leaf: Any) -> np.ndarray:
   if isinstance(leaf, jax.Array | np.ndarray | np.generic):
     return np.array(leaf)
-  raise ValueError(f"State leaf {name!r} must be an array; received {type(leaf).__name__}. Others go into `host`.")
+  raise ValueError(f"State leaf {name!r} must be an array; received {type(leaf).__name__}. Pass others as `host`.")

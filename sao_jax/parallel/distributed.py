@@ -1,4 +1,4 @@
-"""Several processes with devices of their own: start-up from the launcher's environment, and what they agree on."""
+"""Runs of several processes: start-up from the launcher's environment, barriers and broadcasts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "SAO_COORDINATOR", "SAO_NUM_PROCESSES", "SAO_PROCESS_ID"
-"""Variables of a launcher: `host:port` of process 0, the number of processes, and the number of this one from 0."""
+"""Environment variables of a launcher: `host:port` of process 0, number of processes, index of this one from 0."""
 AUTODETECT = "SAO_AUTODETECT"
-"""`1`: let JAX find all three (TPU pods, Slurm, Open MPI, Kubernetes)."""
+"""Environment variable: `1` lets JAX find all three (TPU pods, Slurm, Open MPI, Kubernetes)."""
 
 
 class Launch(NamedTuple):
-  """Where this process stands among all."""
+  """Coordinator, number of processes, and index of this process."""
 
   coordinator: str
   num_processes: int
@@ -28,7 +28,7 @@ def launch_from_environment(environment: Mapping[str, str]) -> Launch | None:
   """Reads the launcher's variables; None if none of them is set.
 
   Raises:
-    ValueError: some are set and others not, or a value makes no sense; the message names the variables.
+    ValueError: only some are set, or a value is invalid; the message names the variables.
   """
   values = {name: environment.get(name, "") for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID)}
   missing = [name for name, value in values.items() if not value]
@@ -36,21 +36,21 @@ def launch_from_environment(environment: Mapping[str, str]) -> Launch | None:
     return None
   if missing:
     there = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
-    raise ValueError(f"a launch needs {', '.join(values)}; {there} set, but {', '.join(missing)} missing.")
+    raise ValueError(f"a launch needs {', '.join(values)}; received {there}, but not {', '.join(missing)}.")
   count, index = (_integer(name, values[name]) for name in (NUM_PROCESSES, PROCESS_ID))
   host, _, port = values[COORDINATOR].rpartition(":")
   if not host or not port.isdigit():
     raise ValueError(f"{COORDINATOR} must be host:port; received {values[COORDINATOR]!r}.")
   if count < 1 or not 0 <= index < count:
-    raise ValueError(f"{PROCESS_ID} must be in 0 .. {NUM_PROCESSES} - 1; received {index} of {count}.")
+    raise ValueError(f"{PROCESS_ID} must be in 0 .. {NUM_PROCESSES} - 1; received {index} of {count} processes.")
   return Launch(values[COORDINATOR], count, index)
 
 
 def initialize_from_environment(environment: Mapping[str, str] | None = None) -> Launch | None:
-  """Connects this process to the others if a launcher started it; call it before anything touches a device.
+  """Connects this process to the others if a launcher started it. Call it before any use of a device.
 
   Returns:
-    What the environment said, or None for a process on its own (and where JAX was left to detect its neighbours).
+    The launch read from the environment; None for a single process, or if JAX detects the others itself.
 
   Raises:
     ValueError: see `launch_from_environment`.
@@ -65,18 +65,18 @@ def initialize_from_environment(environment: Mapping[str, str] | None = None) ->
 
 
 def is_main_process() -> bool:
-  """Whether this process writes what only one may write: metrics, samples, plots."""
+  """Whether this is the process that writes metrics, samples and plots."""
   return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-  """Waits until every process is here. One process alone waits for nothing."""
+  """Waits until every process has called it. A single process does not wait."""
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(name)
 
 
 def broadcast_from_main(step: int | None) -> int | None:
-  """The main process's value (a step number >= 0, or None), in all processes."""
+  """Returns the main process's value (a step number >= 0, or None) in all processes."""
   if jax.process_count() == 1:
     return step
   received = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))

@@ -1,4 +1,4 @@
-"""The device mesh: five named axes, and how many devices lie along each."""
+"""The device mesh: five named axes, and the number of devices along each."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sao_jax.parallel.axes import AXES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """How many devices lie along each axis; -1, on one axis at most, stands for all that are left."""
+  """Number of devices along each axis. One axis may be -1: all devices that are left."""
 
   data: int = -1
-  """Rows of a batch; parameters are replicated along it."""
+  """Splits the rows of a batch; parameters are replicated along it."""
   fsdp: int = 1
-  """Rows of a batch, and every parameter and optimizer state (gathered layer by layer when used)."""
+  """Splits the rows of a batch, and every parameter and optimizer state (gathered layer by layer when used)."""
   tensor: int = 1
-  """Heads, widths of the feed-forward layers, and the vocabulary."""
+  """Splits heads, widths of the feed-forward layers, and the vocabulary."""
   expert: int = 1
-  """Experts; outside the expert layers it splits rows and parameters like `fsdp`."""
+  """Splits experts; outside the expert layers, it splits rows and parameters like `fsdp`."""
   context: int = 1
-  """Tokens of a row; it splits parameters like `fsdp`."""
+  """Splits the tokens of a row, and parameters like `fsdp`."""
 
   def __post_init__(self) -> None:
     for name, size in self.axes().items():
@@ -38,11 +38,11 @@ class MeshConfig:
       raise ValueError(f"MeshConfig: only one axis may be -1; received -1 for {', '.join(rest)}.")
 
   def axes(self) -> dict[str, int]:
-    """Sizes by name, as given, in the order of `AXES`."""
+    """Sizes by name, in the order of `AXES`; -1 is not replaced."""
     return {name: getattr(self, name) for name in AXES}
 
   def sizes(self, num_devices: int) -> tuple[int, ...]:
-    """Sizes in the order of `AXES`, with -1 filled in.
+    """Sizes in the order of `AXES`, with -1 replaced.
 
     >>> MeshConfig(data=-1, fsdp=2, tensor=2).sizes(8)
     (2, 2, 2, 1, 1)
@@ -55,14 +55,13 @@ class MeshConfig:
     filled = {name: num_devices // known if size == -1 else size for name, size in given.items()}
     if math.prod(filled.values()) != num_devices:
       shown = ", ".join(f"{name}={size}" for name, size in given.items())
-      what = f"sizes that divide the devices, since one is -1: there are {num_devices}, they multiply to {known}"
-      what = what if -1 in given.values() else f"as many as the devices: there are {num_devices}, it has {known}"
-      raise ValueError(f"MeshConfig({shown}) must have {what}.")
+      wanted = f"must divide the number of devices, {num_devices}" if -1 in given.values() else f"must be {num_devices}"
+      raise ValueError(f"MeshConfig({shown}): the product of the sizes {wanted}; received {known}.")
     return tuple(filled.values())
 
 
 def parse_mesh(text: str) -> MeshConfig:
-  """`MeshConfig` out of `"fsdp=8,tensor=2"`; axes that are not named are 1.
+  """Parses a `MeshConfig` from text such as `"fsdp=8,tensor=2"`; other axes are 1.
 
   >>> parse_mesh("fsdp=8,tensor=-1").axes()
   {'data': 1, 'fsdp': 8, 'tensor': -1, 'expert': 1, 'context': 1}
@@ -73,7 +72,7 @@ def parse_mesh(text: str) -> MeshConfig:
     name = name.strip()
     if name not in AXES or name in sizes:
       allowed = f"axis=size,... with each of the axes {', '.join(AXES)} once at most"
-      raise ValueError(f"a mesh is written {allowed}; received {part!r} in {text!r}.")
+      raise ValueError(f"a mesh must be written {allowed}; received {part!r} in {text!r}.")
     try:
       sizes[name] = int(size)
     except ValueError as error:
@@ -82,17 +81,17 @@ def parse_mesh(text: str) -> MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """The mesh over all devices of all processes (or those given), with every axis of type Auto.
+  """Makes a mesh over the given devices, by default all devices of all processes, with every axis of type Auto.
 
-  Auto means that the compiler places what is between the annotated inputs and outputs. The type is named because JAX's
-  own default differs between versions.
+  With Auto, the compiler chooses the shardings between the annotated inputs and outputs. The type is explicit because
+  JAX's default differs between versions.
   """
   devices = jax.devices() if devices is None else devices
   sizes = config.sizes(len(devices))
   types = (AxisType.Auto,) * len(AXES)
   if devices[0].platform == "cpu":
-    # Virtual devices have no topology to fit the axes to.
+    # CPU devices have no topology to fit the axes to.
     return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=types)
-  # An axis may take part of a physical one: eight by eight devices lie on a torus of four by four by four, too.
+  # An axis may use part of a physical one: a mesh of 8 x 8 also fits a torus of 4 x 4 x 4.
   grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   return Mesh(grid, AXES, axis_types=types)

@@ -1,37 +1,37 @@
-"""Where arrays live: one table from path to mesh axes, for parameters, optimizer states, batches and caches.
+"""Sharding rules: a table from paths to mesh axes, for parameters, optimizer states, batches and caches.
 
-A row is a pattern for the END of a path and, per dimension, the mesh axes that split it. Optimizer states need no rows
-of their own: the moments of a parameter carry its path as their suffix. Scalars are replicated. A path without a row, a
-rank that differs and a dimension that does not divide are errors: a silent replica of a large weight is found too late.
+A rule is a pattern for the END of a path and, for each dimension, the mesh axes that split it. Optimizer states need no
+rules of their own, since the path of a moment ends with the path of its parameter. Scalars are replicated. A path
+without a rule, a wrong rank and a dimension that does not divide are errors, because a large weight that is replicated
+by mistake is noticed too late.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sao_jax.parallel.axes import EXPERT_SHARD, ROWS, SHARD
+from sao_jax.parallel.axes import EXPERT_SHARD, ROWS, SHARD, axes_for, check_split
 
 Axes: TypeAlias = tuple[str, ...] | str | None
-"""Mesh axes that one dimension is split over."""
+"""Mesh axes that split a dimension."""
 
 
 class IfEven(NamedTuple):
-  """An axis that splits a dimension only where it divides it; elsewhere every device along it holds the dimension."""
+  """An axis that splits a dimension only if it divides it. Otherwise the dimension is replicated along the axis."""
 
   axis: str
 
 
 class Rule(NamedTuple):
-  """One row of the table."""
+  """A row of the table."""
 
   pattern: str
-  """Components joined by `/`, matched against as many components at the end of the path; `*` and `{a,b}` inside one."""
+  """Components joined by `/`, matched against the last components of the path. A component may be `*` or `{a,b}`."""
   dims: tuple[Axes, ...]
   """One entry per dimension."""
 
@@ -62,20 +62,20 @@ RULES: tuple[Rule, ...] = (
   Rule("*norm/scale", (None,)),
 )
 
-CACHE_RULES: tuple[Rule, ...] = (  # Models with few key/value heads want more devices than these for the others.
+CACHE_RULES: tuple[Rule, ...] = (  # `tensor` may have more devices than a model has key/value heads.
   Rule("key", (ROWS, IfEven("tensor"), None, "context")),  # [S, K, Dh, max_len]
   Rule("value", (ROWS, IfEven("tensor"), "context", None)),  # [S, K, max_len, Dh]
 )
 
 
 def path_components(path: Sequence[Any]) -> tuple[str, ...]:
-  """The names along a key path of `jax.tree_util`."""
+  """Components of a key path of `jax.tree_util` as strings: dict keys, attribute names, positions."""
   names = ("key", "name", "idx")
   return tuple(str(next(getattr(entry, name) for name in names if hasattr(entry, name))) for entry in path)
 
 
 def matches(pattern: str, path: Sequence[str]) -> bool:
-  """Whether the last components of `path` match the pattern, component by component.
+  """Whether the last components of `path` match the pattern.
 
   >>> matches("attention/{q_proj,k_proj}/kernel", ("0", "mu", "layers_3", "attention", "k_proj", "kernel"))
   True
@@ -93,17 +93,18 @@ def _component_matches(pattern: str, name: str) -> bool:
 
 
 def spec_for(path: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Sequence[Rule] = RULES) -> PartitionSpec:
-  """The spec of one array by the first rule that matches its path.
+  """Partition spec of an array, by the first rule that matches its path.
 
   Raises:
-    ValueError: no rule matches, the rule's rank is another, or a dimension does not divide; the message names the path.
+    ValueError: no rule matches, the rank differs from the rule's, or a dimension does not divide; the message names the
+      path.
   """
   if not shape:
     return PartitionSpec()
   name = "/".join(path)
   rule = next((rule for rule in rules if matches(rule.pattern, path)), None)
   if rule is None:
-    raise ValueError(f"no sharding rule matches {name!r} of shape {tuple(shape)}; add a row to the table.")
+    raise ValueError(f"no sharding rule matches {name!r} of shape {tuple(shape)}; add a rule for it.")
   if len(rule.dims) != len(shape):
     raise ValueError(
       f"{name!r} has shape {tuple(shape)}, but its sharding rule {rule.pattern!r} is for {len(rule.dims)} dimensions."
@@ -112,28 +113,21 @@ def spec_for(path: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Seque
 
 
 def _fit(name: str, shape: Sequence[int], dim: int, axes: Axes, mesh: Mesh) -> Axes:
-  """The axes without those of size 1, after the check that their product divides the dimension."""
+  """The axes in use, checked to divide the dimension."""
   wanted = (axes,) if isinstance(axes, str) else axes or ()
-  used = tuple(axis for axis in wanted if mesh.shape[axis] > 1)
-  ways = math.prod(mesh.shape[axis] for axis in used)
-  if shape[dim] % ways and isinstance(axes, IfEven):
-    return None
-  if shape[dim] % ways:
-    shown = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in used)
-    raise ValueError(
-      f"{name!r} of shape {tuple(shape)}: dimension {dim} ({shape[dim]}) must be a multiple of {ways}, "
-      f"since mesh axes {shown} split it."
-    )
+  if not isinstance(axes, IfEven):
+    check_split(mesh, f"dimension {dim} of {name!r} (shape {tuple(shape)})", shape[dim], *wanted)
+  used = axes_for(mesh, shape[dim], *wanted)
   return used if len(used) > 1 else used[0] if used else None
 
 
 def shardings_for(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
-  """A `NamedSharding` for every leaf of a tree of parameters, of optimizer states, or of both (a whole learner state).
+  """Shardings of a tree of parameters, of optimizer states, or of both (a whole learner state).
 
   Args:
     tree: arrays or `jax.ShapeDtypeStruct`s.
     mesh: from `make_mesh`.
-    rules: the table; models with other parameter paths bring their own.
+    rules: the table; models with other parameter paths need their own.
 
   Returns:
     The same tree with a `NamedSharding` at each leaf.
@@ -149,12 +143,12 @@ def shardings_for(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
 
 
 def cache_shardings(cache: Any, mesh: Mesh) -> Any:
-  """Key/value caches: slots over `ROWS`, heads over `tensor` where it divides them, time over `context`."""
+  """Shardings of key/value caches: slots over `ROWS`, heads over `tensor` if it divides them, time over `context`."""
   return shardings_for(cache, mesh, CACHE_RULES)
 
 
 def batch_shardings(batch: Any, mesh: Mesh) -> Any:
-  """Packed batches, `[B, T]` or `[M, B, T]` per leaf: rows over `ROWS`, tokens over `context`, microbatches nowhere.
+  """Shardings of packed batches, `[B, T]` or `[M, B, T]` per leaf: rows over `ROWS`, tokens over `context`.
 
   Raises:
     ValueError: rows or tokens do not divide; the message names the field.
@@ -163,7 +157,7 @@ def batch_shardings(batch: Any, mesh: Mesh) -> Any:
   def leaf_sharding(path: Any, leaf: Any) -> NamedSharding:
     name = "batch/" + "/".join(path_components(path))
     if len(leaf.shape) not in (2, 3):
-      raise ValueError(f"leaves of a batch are [B, T] or [M, B, T]; {name!r} has shape {leaf.shape}.")
+      raise ValueError(f"leaves of a batch must be [B, T] or [M, B, T]; {name!r} has shape {leaf.shape}.")
     dims: tuple[Axes, ...] = (*(None,) * (len(leaf.shape) - 2), ROWS, "context")
     return NamedSharding(mesh, PartitionSpec(*(_fit(name, leaf.shape, i, axes, mesh) for i, axes in enumerate(dims))))
 
@@ -171,5 +165,5 @@ def batch_shardings(batch: Any, mesh: Mesh) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """On every device, whole."""
+  """Sharding of arrays that every device holds whole."""
   return NamedSharding(mesh, PartitionSpec())

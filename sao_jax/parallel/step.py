@@ -1,4 +1,4 @@
-"""Puts pure functions on a mesh: jitted learner steps, and model callables whose gradients stay sharded."""
+"""Pure functions on a mesh: jitted learner steps, and model callables whose gradients stay sharded."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def jit_step(
 ) -> Any:
   """Compiles a learner step `(state, batch, num_microbatches) -> (state, metrics)` for a mesh.
 
-  The state (donated) lives by the rules before and after, the batch by `batch_shardings`, metrics on every device.
-  Results are those of the unsharded step but for the order of float sums: the step's sums are over the global arrays,
-  so that shards with unequal numbers of action tokens weigh in by their tokens.
+  The state (donated) is sharded by the rules, the batch by `batch_shardings`; metrics are replicated. Results equal
+  those of the unsharded step, except for the order of float sums. The step sums over global arrays, so that each shard
+  counts by its number of action tokens.
 
   Args:
     step: a plain function, e.g. `learner.update.make_update_step(..., jit=False)`.
@@ -48,7 +48,7 @@ def jit_step(
 
 
 def on_mesh(fn: F, mesh: Mesh) -> F:
-  """`fn` with the mesh as JAX's ambient mesh while it is traced: the models' per-platform kernels look there."""
+  """Traces `fn` with the mesh as JAX's ambient mesh, which the models' per-platform kernels read."""
 
   def traced(*args: Any, **kwargs: Any) -> Any:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -58,43 +58,43 @@ def on_mesh(fn: F, mesh: Mesh) -> F:
 
 
 def constrain_params(apply: F, mesh: Mesh, rules: Sequence[Rule] = RULES) -> F:
-  """A `PolicyApply` or `ValueApply` that pins its parameters, and by transposition their gradients, to the rules.
+  """Constrains the parameters of a `PolicyApply` or `ValueApply`, and by transposition their gradients, to the rules.
 
-  Without it the compiler may keep a replicated gradient accumulator, which a large model has no room for.
+  Without it, the compiler may replicate the gradient accumulator, which does not fit for a large model.
   """
   tokens_sharding = NamedSharding(mesh, PartitionSpec(ROWS, "context"))
 
-  def held(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Any:
-    params = jax.tree.map(_pin, params, shardings_for(params, mesh, rules))
+  def constrained(params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Any:
+    params = jax.tree.map(_constrain, params, shardings_for(params, mesh, rules))
     tokens, positions, segment_ids = (
       jax.lax.with_sharding_constraint(x, tokens_sharding) for x in (tokens, positions, segment_ids)
     )
     return apply(params, tokens, positions, segment_ids)
 
-  return held  # type: ignore[return-value]
+  return constrained  # type: ignore[return-value]
 
 
-def _pin(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+def _constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
   @jax.custom_vjp
-  def pinned(x: jax.Array) -> jax.Array:
+  def constrained(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, sharding)
 
   def forward(x: jax.Array) -> tuple[jax.Array, None]:
-    return pinned(x), None
+    return constrained(x), None
 
   def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-    # The barrier keeps the sum over devices inside loops over microbatches: the compiler would rather sum once, after
-    # the loop, for which every device would accumulate whole gradients.
+    # The barrier keeps the sum over devices inside loops over microbatches. Otherwise the compiler would sum once after
+    # the loop, and every device would accumulate whole gradients.
     return (jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(gradient, sharding)),)
 
-  pinned.defvjp(forward, backward)
-  return pinned(x)
+  constrained.defvjp(forward, backward)
+  return constrained(x)
 
 
 def place(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
-  """Puts host or device arrays onto the mesh by the rules; every process must hold the same values.
+  """Puts host or device arrays on the mesh by the rules. Every process must hold the same values.
 
-  Each process copies only the slices of its own devices. The result owns its buffers: it may be donated.
+  Each process copies only the slices of its own devices. The result owns its buffers, so it may be donated.
   """
 
   def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -106,7 +106,7 @@ def place(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
 def place_batch(batch: TokenBatch, mesh: Mesh) -> TokenBatch:
   """Puts a packed batch on the mesh: rows over the row axes, tokens over `context`.
 
-  Every process must hold the same batch. Each copies only the rows of its own devices; nothing crosses the network.
+  Every process must hold the same batch. Each copies only the rows of its own devices, without network traffic.
   """
 
   def put(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:

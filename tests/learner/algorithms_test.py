@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 
 from sao_jax.learner import algorithms, batching, state, update
-from sao_jax.learner.config import OptimizerConfig
+from sao_jax.learner.config import OptimizerConfig, PolicyLossName
 from tests.learner import tiny
 
 SHAPE = (3, 8)
-LOSSES = ("dis", "ppo_clip", "icepop", "truncated_is", "gspo")
+LOSSES = tuple(algorithms.POLICY_LOSSES)
 
 
 def arrays(seed=0):
@@ -27,7 +28,7 @@ def arrays(seed=0):
 
 
 def definition(config, logp, old, behavior, adv, mask, segments):
-  """`(loss, left out below, left out above)`, in float64, token by token."""
+  """`(loss, clip mask below, clip mask above)`, in float64, token by token."""
   loss = np.zeros(SHAPE)
   low, high = np.zeros(SHAPE, bool), np.zeros(SHAPE, bool)
   for b, t in zip(*np.nonzero(mask), strict=True):
@@ -55,12 +56,12 @@ def definition(config, logp, old, behavior, adv, mask, segments):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_left_out_tokens_equal_the_definition(name):
+def test_losses_and_clip_masks_equal_the_definition(name):
   config = algorithms.learner_config("sao", policy_loss=name)
   given = arrays()
   expected = definition(config, *given)
   loss = algorithms.policy_loss(config, *map(jnp.asarray, given))
-  low, high = algorithms.left_out(config, *map(jnp.asarray, given))
+  low, high = algorithms.clip_mask(config, *map(jnp.asarray, given))
   np.testing.assert_allclose(loss, expected[0], rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(low, expected[1])
   np.testing.assert_array_equal(high, expected[2])
@@ -68,14 +69,23 @@ def test_losses_and_left_out_tokens_equal_the_definition(name):
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "gspo"])  # its tokens share one ratio
-def test_tokens_left_out_get_no_gradient_and_all_others_do(name):
+def test_tokens_in_the_clip_mask_get_no_gradient_and_all_others_do(name):
   config = algorithms.learner_config("sao", policy_loss=name)
   logp, *rest = map(jnp.asarray, arrays(1))
   gradient = jax.grad(lambda x: jnp.sum(algorithms.policy_loss(config, x, *rest)))(logp)
-  low, high = algorithms.left_out(config, logp, *rest)
+  low, high = algorithms.clip_mask(config, logp, *rest)
   left = np.asarray(low | high)
   assert not np.asarray(gradient)[left].any()
   assert np.asarray(gradient)[np.asarray(rest[3]) & ~left].all()
+
+
+def test_a_policy_loss_is_in_the_table_or_refused():
+  assert set(algorithms.POLICY_LOSSES) == set(get_args(PolicyLossName))
+  config = algorithms.learner_config("sao")
+  object.__setattr__(config, "policy_loss", "ppo")  # a name that the config would not let through
+  for function in (algorithms.policy_loss, algorithms.clip_mask):
+    with pytest.raises(ValueError, match=r"policy_loss must be one of dis, .*gspo; received 'ppo'"):
+      function(config, *map(jnp.asarray, arrays()))
 
 
 CHANGES = [

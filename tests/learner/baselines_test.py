@@ -88,5 +88,5 @@ def test_a_restored_baseline_goes_on_as_if_nothing_had_happened(name):
 
 
 def test_a_foreign_state_is_refused():
-  with pytest.raises(ValueError, match="remembers nothing"):
+  with pytest.raises(ValueError, match="has no state to restore"):
     make("reinforce").restore({"0": [1.0]})

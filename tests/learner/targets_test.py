@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ def pieces(config, trajectories, seed=0):
   batch, _ = batching.pack_batch(config, trajectories, np.arange(1, len(trajectories) + 1))
   v_after = np.random.default_rng(seed).normal(size=batch.tokens.shape).astype(np.float32)
   where = [np.flatnonzero(batch.baseline_adv.reshape(-1) == i + 1) for i in range(len(trajectories))]
-  return batch, v_after, where
+  return jax.tree.map(jnp.asarray, batch), jnp.asarray(v_after), where
 
 
 def reference(config, t, v_after, lambda_):
@@ -90,11 +91,10 @@ def test_pitfall_11_and_12_observations_are_skipped():
   """Rewards of the last action before a trailing observation; a value at an observation is never read."""
   batch, _, _ = pieces(CONFIG, [tiny.trajectory([False, True, False, True, False], reward=1.0)])
   config = dataclasses.replace(CONFIG, lambda_policy=0.5)
-  zeros = np.zeros(batch.tokens.shape, np.float32)
+  zeros = jnp.zeros(batch.tokens.shape)
   adv = targets.policy_advantages(config, zeros, batch)
   np.testing.assert_allclose(adv[0, 0, :5], [0.0, 0.5, 0.0, 1.0, 0.0])
-  v_after = zeros.copy()
-  v_after[0, 0, :3] = [0.2, 999.0, 0.4]
+  v_after = zeros.at[0, 0, :3].set(jnp.array([0.2, 999.0, 0.4]))
   config = dataclasses.replace(CONFIG, lambda_policy=1.0)
   adv = targets.policy_advantages(config, v_after, batch)
   np.testing.assert_allclose(adv[0, 0, :5], [0.0, 0.8, 0.0, 0.6, 0.0], rtol=1e-6)
@@ -102,7 +102,7 @@ def test_pitfall_11_and_12_observations_are_skipped():
 
 
 def test_pitfall_18_values_belong_to_the_state_before_the_token():
-  v_after = np.arange(12.0, dtype=np.float32).reshape(1, 2, 6)
+  v_after = jnp.arange(12.0).reshape(1, 2, 6)
   np.testing.assert_array_equal(targets.values_before(v_after), [[[0, 0, 1, 2, 3, 4], [0, 6, 7, 8, 9, 10]]])
 
 

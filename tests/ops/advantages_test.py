@@ -107,8 +107,8 @@ def test_pitfalls(implementation, r, v, mask, keywords, expected):
 
 def test_pitfalls_12_and_13_returns(implementation):
   f = partial(advantages.skip_observation_returns, discount=1.0, lambda_=1.0)
-  np.testing.assert_allclose(f(jnp.array([0, 0, 1]), jnp.array([0.2, 999, 0.4]), jnp.array([1, 0, 1])), [1, 0, 1])
-  np.testing.assert_allclose(f(jnp.array([0, 1]), jnp.array([0.5, 0.5]), jnp.array([1, 1])), [1, 1])
+  np.testing.assert_allclose(f(jnp.array([0, 0, 1]), jnp.array([0.2, 999, 0.4]), jnp.array([1, 0, 1], bool)), [1, 0, 1])
+  np.testing.assert_allclose(f(jnp.array([0, 1]), jnp.array([0.5, 0.5]), jnp.ones(2, bool)), [1, 1])
 
 
 def test_per_token_wins_where_a_bootstrap_fits_both_and_padding_is_no_action(implementation):
@@ -134,7 +134,7 @@ def test_nothing_masked_in_and_gradients_are_finite(implementation):
     ids = jnp.array([1, 1, 2, 2])
     return advantages.skip_observation_gae(r, v, mask, discount=0.9, lambda_=0.8, segment_ids=ids).sum()
 
-  for mask, expected in ((jnp.zeros(4, bool), np.zeros(4)), (jnp.array([0, 0, 0, 1]), [0, 0, 0, 1.0])):
+  for mask, expected in ((jnp.zeros(4, bool), np.zeros(4)), (jnp.array([0, 0, 0, 1], bool), [0, 0, 0, 1.0])):
     value, (g_r, g_v) = jax.value_and_grad(total, argnums=(0, 1))(bad, bad, mask)
     assert np.isfinite(value)
     np.testing.assert_allclose(g_r, expected)
@@ -192,7 +192,7 @@ def test_vmap_gives_each_row_its_own_mask_lambda_and_segments(implementation):
     np.testing.assert_allclose(out[i], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_integer_rewards_and_half_precision_values():
+def test_integer_rewards_and_masks_and_half_precision_values(own_checks):
   adv = advantages.skip_observation_gae(
     jnp.array([0, 1]), jnp.array([0.5, 0.5], jnp.bfloat16), jnp.array([1, 1]), discount=1, lambda_=1
   )
@@ -291,7 +291,7 @@ def test_groups_of_equal_rewards_have_no_advantage_at_all():
   np.testing.assert_array_equal(np.isnan(unknown), [False] * 8 + [True] * 2)
 
 
-def test_bad_input():
+def test_bad_input(own_checks):
   z, m = jnp.zeros(3), jnp.ones(3, bool)
   gae = partial(advantages.skip_observation_gae, discount=1.0, lambda_=1.0)
   with pytest.raises(ValueError, match=r"one stream \[T\] \(use jax.vmap"):

@@ -41,7 +41,7 @@ def test_before_any_reward_it_is_zero_and_one_prompt_is_the_global_window():
   assert state.rewards.dtype == jnp.float32
 
 
-def test_unknown_prompts():
+def test_unknown_prompts(own_checks):
   state = baselines.init(2)
   with pytest.raises(ValueError, match=r"prompt_ids must be in \[0, num_prompts = 2\); received values from 0 to 2"):
     state.update(np.array([0, 2]), np.ones(2))
@@ -55,7 +55,7 @@ def test_unknown_prompts():
   np.testing.assert_array_equal(VALUE(state, jnp.array([0, 1, 2, -1])), [0, 1, np.nan, np.nan])
 
 
-def test_value_tracker_is_its_recursion():
+def test_value_tracker_is_its_recursion(own_checks):
   half_life, low, high = 0.06, 0.875, 0.96
   state = baselines.ValueTracker.init(np.array([0.25, 0.5]), rho_min=low)
   np.testing.assert_allclose(state.value(np.arange(2)), [0.25, 0.5])

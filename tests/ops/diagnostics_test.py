@@ -1,9 +1,10 @@
-"""sao_jax.ops.diagnostics, and the doctests of the whole room."""
+"""sao_jax.ops.diagnostics, and the names and doctests of the whole package."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +50,25 @@ def test_extreme_ratios_stay_finite():
   assert float(diagnostics.approx_kl(logp[1:], behavior[1:], mask[1:], denominator=2)) == 0.0
 
 
-def test_bad_input():
+def test_bad_input(own_checks):
   with pytest.raises(ValueError, match=r"mask \(3,\)"):
     diagnostics.explained_variance(jnp.zeros(2), jnp.zeros(2), jnp.ones(3, bool))
 
 
-@pytest.mark.parametrize("name", ops.__all__)
+MODULES = [info.name for info in pkgutil.iter_modules(ops.__path__) if not info.name.startswith("_")]
+
+
+def test_the_package_exports_its_modules_and_all_their_functions_and_classes():
+  public = set(MODULES)
+  for module in (importlib.import_module(f"sao_jax.ops.{name}") for name in MODULES):
+    own = {n: x for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__ and n[0] != "_"}
+    assert all(getattr(ops, name) is thing for name, thing in own.items())
+    public |= set(own)
+  assert set(ops.__all__) == public | {"MIN_CHUNKS"}
+  assert ops.__all__ == sorted(ops.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_doctests(name):
   module = importlib.import_module(f"sao_jax.ops.{name}")
   result = doctest.testmod(module, extraglobs={"jax": jax, "jnp": jnp})

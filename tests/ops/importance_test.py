@@ -95,12 +95,12 @@ def test_jit_and_vmap_agree_and_epsilons_may_be_traced():
     ({"eps_low": 0.3, "eps_high": float("nan")}, ValueError, "eps_high"),
   ],
 )
-def test_bad_epsilons(epsilons, error, message):
+def test_bad_epsilons(own_checks, epsilons, error, message):
   with pytest.raises(error, match=message):
     importance.dis_mask(0.0, 0.0, **epsilons)
 
 
-def test_epsilons_are_keyword_only_and_shapes_must_agree():
+def test_epsilons_are_keyword_only_and_shapes_must_agree(own_checks):
   with pytest.raises(TypeError):
     importance.dis_mask(0.0, 0.0, 0.3, 5.0)  # type: ignore[misc]
   with pytest.raises(ValueError, match=r"logp \(3,\), behavior_logp \(4,\)"):

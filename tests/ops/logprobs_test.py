@@ -134,7 +134,7 @@ def test_temporaries_are_a_fraction_of_full_logits(shape):
   assert compiled.memory_analysis().temp_size_in_bytes <= 0.15 * 4096 * v * 4
 
 
-def test_bad_input():
+def test_bad_input(own_checks):
   hidden, lm_head, tokens = problem((4,))
   f = logprobs.chunked_token_logprobs
   with pytest.raises(ValueError, match="chunk_size must be an int >= 1; received 0"):
@@ -207,7 +207,7 @@ def test_masked_chunks_follow_the_fullest_row():
   assert [int(x) for x in logprobs.masked_chunks(mask.reshape(-1), chunk_size=10)] == [8, 13, 10]
 
 
-def test_masked_refuses_what_does_not_fit():
+def test_masked_refuses_what_does_not_fit(own_checks):
   hidden, lm_head, tokens = problem((2, 5))
   with pytest.raises(ValueError, match=r"mask must have tokens' shape.*\(2, 4\), tokens \(2, 5\)"):
     logprobs.masked_token_logprobs(hidden, lm_head, tokens, np.ones((2, 4), bool), chunk_size=4)

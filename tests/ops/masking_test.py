@@ -67,7 +67,7 @@ def test_each_row_has_its_own_mask_under_vmap():
   np.testing.assert_allclose(jax.vmap(masking.masked_whiten)(x, mask), [[0, 0, 0], [0, -1, 1]], atol=1e-6)
 
 
-def test_integers_become_float32():
+def test_integers_become_float32(own_checks):
   out = masking.masked_mean(jnp.array([1, 2]), jnp.array([1, 1]))
   assert out.dtype == jnp.float32
   assert float(out) == 1.5
@@ -85,7 +85,7 @@ def test_alignment_shifts_right_by_one_on_any_axis_and_dtype():
     masking.align_predictions(jnp.zeros(3))
 
 
-def test_bad_input():
+def test_bad_input(own_checks):
   with pytest.raises(ValueError, match=r"x \(2,\), mask \(3,\)"):
     masking.masked_mean(jnp.zeros(2), jnp.zeros(3, bool))
   with pytest.raises(TypeError, match=r"mask must be a bool mask.*float32"):

@@ -176,7 +176,11 @@ def test_icepop_bounds_are_inclusive_and_weight_is_detached():
 
 def test_gspo_gradient_is_the_papers():
   """Mean over tokens of the loss: -A s / l on each action token."""
-  logp, old, mask = jnp.array([-1.0, -2.0, -3.0, -9.0]), jnp.array([-1.1, -2.0, -3.0, 0.0]), jnp.array([1, 1, 1, 0])
+  logp, old, mask = (
+    jnp.array([-1.0, -2.0, -3.0, -9.0]),
+    jnp.array([-1.1, -2.0, -3.0, 0.0]),
+    jnp.array([1, 1, 1, 0], bool),
+  )
   f = lambda x: masking.masked_mean(policy_losses.gspo_loss(x, old, 2.0, mask, **CLIP), mask)  # noqa: E731
   s = np.exp(0.1 / 3)
   value, g = jax.value_and_grad(f)(logp)
@@ -184,7 +188,7 @@ def test_gspo_gradient_is_the_papers():
   np.testing.assert_allclose(g, np.array([1, 1, 1, 0]) * -2 * s / 3, rtol=1e-5)
 
 
-def test_bad_input():
+def test_bad_input(own_checks):
   ones, mask = jnp.ones(3), jnp.ones(3, bool)
   with pytest.raises(ValueError, match=r"adv \(2,\)"):
     policy_losses.dis_policy_loss(ones, ones, jnp.ones(2), mask, **MATH)
@@ -202,3 +206,15 @@ def test_bad_input():
     policy_losses.gspo_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), 1.0, jnp.ones((2, 3), bool), **CLIP)
   with pytest.raises(TypeError, match="eps_high"):
     policy_losses.dis_policy_loss(ones, ones, ones, mask, eps_low=0.3)  # type: ignore[call-arg]
+
+
+def test_gspo_of_a_packed_row_is_that_of_its_segments():
+  rng = np.random.default_rng(1)
+  logp, old = -rng.random((2, 9)).astype(np.float32)
+  adv, mask = rng.normal(size=9).astype(np.float32), np.array([0, 1, 1, 0, 1, 0, 1, 1, 1], bool)
+  ids = np.array([7, 7, 7, 3, 3, 3, 3, 0, 0])  # any ids, as for the advantages; 0 is padding whatever the mask says
+  packed = policy_losses.gspo_loss(logp, old, adv, mask, segment_ids=ids, **CLIP)
+  alone = [
+    policy_losses.gspo_loss(*(x[part] for x in (logp, old, adv, mask)), **CLIP) for part in np.split(np.arange(7), [3])
+  ]
+  np.testing.assert_allclose(packed, np.concatenate([*alone, np.zeros(2)]), rtol=1e-5)

@@ -42,7 +42,7 @@ def test_clipping_takes_the_worse_error():
   np.testing.assert_allclose(loss, 0.64, rtol=1e-6)
 
 
-def test_bad_input():
+def test_bad_input(own_checks):
   with pytest.raises(ValueError, match=r"mask \(3,\), v \(2,\)"):
     value_losses.squared_value_loss(jnp.zeros(2), jnp.zeros(2), jnp.ones(3, bool))
   with pytest.raises(ValueError, match=r"clip must be in \(0, inf\)"):
