@@ -14,22 +14,22 @@
 # ---
 
 # %% [markdown]
-# # Losses and advantages, beside their equations
+# # Losses and advantages beside their equations
 #
 # Every function of `sao_jax.ops` is pure: arrays in, arrays out, float32 results. Index $t$ of a per-token array
-# describes `tokens[t]`; masks are bool, True = an action token, which the policy wrote. Equation numbers are those of
-# [arXiv 2607.07508](https://arxiv.org/abs/2607.07508). They are called under `jax.jit` here, as in a training step:
-# operation by operation they give the same, but JAX then compiles each operation by itself.
+# describes `tokens[t]`. Masks are bool; True marks an action token, which the policy wrote. Equation numbers are those
+# of [arXiv 2607.07508](https://arxiv.org/abs/2607.07508). The functions run under `jax.jit` here, as in a training
+# step. Without it the results are the same, but JAX compiles each operation separately.
 
 # %%
-# Installs the library where it is missing: from the checkout that this notebook lies in, else from REPOSITORY.
+# Installs the library if it is missing: from the checkout around this notebook, or else from REPOSITORY.
 import importlib.util
 import pathlib
 import shutil
 import subprocess
 import sys
 
-REPOSITORY = ""  # in Colab: the address of the library's repository, which is cloned
+REPOSITORY = ""  # in Colab: the address of the library's repository, to be cloned
 if importlib.util.find_spec("sao_jax") is None:
   here = pathlib.Path.cwd()
   above = [folder for folder in (here, *here.parents) if (folder / "sao_jax" / "version.py").exists()]
@@ -52,9 +52,10 @@ from sao_jax.ops import advantages, baselines, diagnostics, importance, logprobs
 # %% [markdown]
 # ## Log-probs: `logprobs`, `masking.align_predictions`
 #
-# $\log \pi(a) = z_a/\tau - \operatorname{logsumexp}(z/\tau)$, with $\tau$ the temperature that the engine samples at.
-# A model's output at index $t$ predicts `tokens[t + 1]`; `align_predictions` is the one shift in the library. From
-# hidden states, `chunked_token_logprobs` gives log-probs and entropies without ever holding the logits of all tokens.
+# $\log \pi(a) = z_a/\tau - \operatorname{logsumexp}(z/\tau)$, with $\tau$ the temperature that the engine samples at. A
+# model's output at index $t$ predicts `tokens[t + 1]`. `align_predictions` is the only shift in the library.
+# `chunked_token_logprobs` computes log-probs and entropies from hidden states, and never holds the logits of all
+# tokens.
 
 # %%
 rng = np.random.default_rng(0)
@@ -71,7 +72,7 @@ def score(hidden):
 
 whole, (chunked, entropy) = score(hidden)
 print("log-probs", whole, "entropies", entropy)
-np.testing.assert_allclose(whole, chunked, atol=1e-2)  # matrix products of some accelerators are that coarse
+np.testing.assert_allclose(whole, chunked, atol=1e-2)  # some accelerators multiply matrices at low precision
 
 # %% [markdown]
 # ## Direct double-sided importance sampling: `importance`
@@ -79,7 +80,7 @@ np.testing.assert_allclose(whole, chunked, atol=1e-2)  # matrix products of some
 # $$r_t = \exp\big(\log \pi_\theta(a_t|s_t) - \log \pi_{\text{rollout}}(a_t|s_t)\big) \quad \text{(Eq. 2)} \qquad f(r) =
 # \begin{cases} r & 1 - \epsilon_{low} < r < 1 + \epsilon_{high} \\ 0 & \text{else}\end{cases} \quad \text{(Eq. 3)}$$
 #
-# The paper's 0.3 and 5.0 (mathematics) keep the open interval (0.7, 6): both bounds are strict.
+# The paper's values for mathematics, 0.3 and 5.0, keep the open interval (0.7, 6): both bounds are strict.
 
 # %%
 DIS = {"eps_low": 0.3, "eps_high": 5.0}
@@ -98,9 +99,9 @@ assert kept.tolist() == [False, False, True, True, True, False, False]
 #
 # $$L = \mathbb{E}_t\big[f(r_t)\, A_t \log \pi_\theta(a_t|s_t)\big] \quad \text{(Eq. 1, maximised)}$$
 #
-# $f(r_t) A_t$ is a coefficient: no gradient flows through it, so that the loss has the gradient $-f(r_t) A_t$ with
-# respect to $\log \pi_\theta$. `masked_mean` divides by all action tokens, those that DIS masks included: more masking
-# makes a smaller step.
+# $f(r_t) A_t$ is a coefficient: no gradient flows through it. So the gradient of the loss with respect to
+# $\log \pi_\theta$ is $-f(r_t) A_t$. `masked_mean` divides by all action tokens, including those that DIS masks: more
+# masking makes a smaller step.
 
 
 # %%
@@ -119,9 +120,9 @@ print("loss", float(mean), "over", ratios.size, "tokens, of which 3 contribute")
 np.testing.assert_allclose(mean, -(kept * ratios * logp).sum() / 7, rtol=1e-5)
 
 # %% [markdown]
-# ## What masks what
+# ## The other policy losses
 #
-# The other policy losses, with $r_t = \pi_\theta/\pi_{old}$ where they keep a $\pi_{old}$:
+# $r_t = \pi_\theta/\pi_{old}$ in the losses that keep a $\pi_{old}$:
 #
 # | | per-token loss |
 # |---|---|
@@ -130,9 +131,10 @@ np.testing.assert_allclose(mean, -(kept * ratios * logp).sum() / 7, rtol=1e-5)
 # | `truncated_is_loss` | $-\min(r_t, cap)\, A_t \log \pi_\theta$, $r_t = \pi_\theta/\pi_{rollout}$, held constant |
 # | `gspo_loss` | PPO's with one ratio for the sequence, $s = \exp\big(\frac{1}{l} \sum_t \log r_t\big)$ |
 #
-# Below: how much of the score $\nabla \log \pi_\theta$ each loss lets through, over the ratio, for a good and a bad
-# action. DIS cuts on both sides whatever the sign of $A_t$; PPO's clipping only where the update would lead further
-# away from $\pi_{old}$; truncation never cuts. (Here $\pi_{old} = \pi_{rollout}$, as for a batch without lag.)
+# The plot shows the weight that each loss gives to the score $\nabla \log \pi_\theta$ of a token, over the ratio, for a
+# good and a bad action. DIS masks on both sides, whatever the sign of $A_t$. PPO's clipping masks only where the update
+# would lead further away from $\pi_{old}$. Truncation masks nothing. (Here $\pi_{old} = \pi_{rollout}$, as in a batch
+# without lag.)
 
 # %%
 grid = np.linspace(0.05, 7.0, 400)
@@ -152,7 +154,7 @@ for axis, adv in zip(axes, (1.0, -1.0), strict=False):
   axis.set(title=f"advantage {adv:+.0f}", xlabel="ratio", ylabel="weight of the token")
 
 
-# IcePop: what it cuts is the mismatch of the two engines, here at a policy that has not moved since (r = 1).
+# IcePop masks by the mismatch of the two engines. Here the policy has not moved since the rollout (r = 1).
 def icepop(x):
   return policy_losses.icepop_loss(x, base, base - np.log(grid), 1.0, mask, low=0.5, high=5.0, **CLIP).sum()
 
@@ -160,12 +162,12 @@ def icepop(x):
 axes[2].plot(grid, -jax.jit(jax.grad(icepop))(base), color="C3", label="IcePop")
 axes[2].set(title="advantage +1, policy not moved", xlabel="mismatch k", ylabel="weight of the token")
 for axis in axes:
-  axis.legend()
+  axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=3, fontsize=8, frameon=False)
 plt.show()
 
 # %% [markdown]
-# GSPO has one ratio for the sequence, so that a sequence is cut as a whole: tokens with ratios 2 and 1/2 have a mean of
-# 1 and both stay; PPO's clipping cuts the first.
+# GSPO has one ratio for the sequence, so a sequence is clipped as a whole. Two tokens with ratios 2 and 1/2 have a mean
+# of 1, and GSPO keeps both. PPO's clipping removes the first.
 
 # %%
 old = np.array([-2.0, -2.0])
@@ -181,9 +183,9 @@ for name, function in (("PPO clip", policy_losses.ppo_clip_loss), ("GSPO", polic
 #
 # $$\delta_t = r_t + \gamma V(s_{t'}) - V(s_t), \qquad A_t = \delta_t + \gamma \lambda A_{t'} \quad \text{(Eqs. 4, 5)}$$
 #
-# It is GAE over the subsequence of action tokens: the value at an observation is never read, and observations get
+# This is GAE over the subsequence of action tokens. The value at an observation is never read, and observations get
 # advantage 0. Here the middle token is an observation with an absurd value. The critic's targets are $A_t + V(s_t)$
-# with the critic's own $\lambda = 1$: the Monte-Carlo return.
+# with the critic's own $\lambda = 1$, which is the Monte-Carlo return.
 
 # %%
 rewards = np.array([0.0, 0.0, 1.0])
@@ -198,9 +200,9 @@ np.testing.assert_allclose(returns, [1.0, 0.0, 1.0], rtol=1e-6)
 # %% [markdown]
 # ## Length-adaptive lambda: `advantages.length_adaptive_lambda`
 #
-# $\lambda = \max\big(0, 1 - \frac{1}{\alpha l}\big)$, $\alpha = 1.5$, $l$ the number of action tokens: in a long
-# trajectory the reward reaches as far back as in a short one. Right: the weight $\lambda^{l - 1}$ that the first token
-# gives to what happens at the last.
+# $\lambda = \max\big(0, 1 - \frac{1}{\alpha l}\big)$ with $\alpha = 1.5$ and $l$ the number of action tokens. In a long
+# trajectory the reward reaches as far back as in a short one. The right plot shows the weight $\lambda^{l - 1}$ of the
+# last token's reward in the advantage of the first.
 
 # %%
 lengths = np.arange(1, 200)
@@ -211,14 +213,14 @@ axes[0].set(xlabel="action tokens", ylabel="lambda")
 axes[1].plot(lengths, adaptive ** (lengths - 1), label="length-adaptive")
 axes[1].plot(lengths, 0.95 ** (lengths - 1), label="0.95 for all")
 axes[1].set(xlabel="action tokens", ylabel="weight of the last token")
-axes[1].legend()
+axes[1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 plt.show()
 
 # %% [markdown]
 # ## One advantage per turn: `advantages.step_level_gae` (appendix A.1)
 #
-# The same recursion over turns: $\delta_i = R_i + \gamma V(S_{i+1}) - V(S_i)$, with $V(S_i)$ the mean of the values of
-# the turn's tokens, or that of its last one; all tokens of a turn get its advantage.
+# The same recursion over turns: $\delta_i = R_i + \gamma V(S_{i+1}) - V(S_i)$. $V(S_i)$ is the mean of the values of
+# the turn's tokens, or the value of its last token. All tokens of a turn get the turn's advantage.
 
 # %%
 rewards = np.array([0.0, 0.0, 0.0, 0.0, 1.0])
@@ -235,9 +237,9 @@ for kind in ("mean", "last"):
 # ## Without a value model: `advantages.group_relative_advantages`, `baselines`
 #
 # GRPO compares the rollouts of one prompt, $A_i = (R_i - \operatorname{mean}_g)/(\operatorname{std}_g + 10^{-6})$, and
-# so waits for the slowest of them. A running mean remembers the last $W$ rewards of each prompt; take its value before
-# the update, since a baseline must not contain the reward that it is subtracted from. `ValueTracker` (SPO, [arXiv
-# 2509.13232](https://arxiv.org/abs/2509.13232)) forgets as fast as the policy changes.
+# so waits for the slowest of them. A running mean remembers the last $W$ rewards of each prompt. Take its value before
+# the update: a baseline must not contain the reward that it is subtracted from. `ValueTracker` (SPO,
+# [arXiv 2509.13232](https://arxiv.org/abs/2509.13232)) forgets faster when the policy changes faster.
 
 # %%
 rewards = np.array([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
@@ -249,8 +251,8 @@ RHO = {"rho_min": 0.875, "rho_max": 0.96}
 
 
 @jax.jit
-def look_and_learn(states, prompts, rewards):
-  """Values before the rewards, and the states after them."""
+def read_and_update(states, prompts, rewards):
+  """Returns the values before the rewards, and the states after them."""
   mean, tracker = states
   values = mean.value(prompts), tracker.value(prompts)
   return values, (mean.update(prompts, rewards), tracker.update(prompts, rewards, 0.01, half_life=0.06, **RHO))
@@ -258,14 +260,14 @@ def look_and_learn(states, prompts, rewards):
 
 states = baselines.RunningMean.init(2, window=2), baselines.ValueTracker.init(np.full(2, 0.5), rho_min=RHO["rho_min"])
 for prompt, reward in ((0, 1.0), (0, 0.0), (0, 0.0), (1, 1.0)):
-  (mean, tracked), states = look_and_learn(states, np.array([prompt]), np.array([reward]))
+  (mean, tracked), states = read_and_update(states, np.array([prompt]), np.array([reward]))
   print(f"prompt {prompt}: running mean {mean[0]:.3f}, value tracker {tracked[0]:.3f}, then reward {reward:g}")
 
 # %% [markdown]
 # ## The value model's losses: `value_losses`
 #
-# `squared_value_loss` is $(V(s_t) - R_t)^2$ on action tokens; `clipped_value_loss` is PPO's, the worse of that and of
-# the error of a value kept within $c$ of the old one.
+# `squared_value_loss` is $(V(s_t) - R_t)^2$ on action tokens. `clipped_value_loss` is PPO's: the larger of that loss
+# and the loss of a value clipped to within $c$ of the old one.
 
 # %%
 v, old_v = np.array([0.5, 9.0, 0.9]), np.array([0.5, 0.0, 0.5])
@@ -274,11 +276,14 @@ print("squared", jax.jit(value_losses.squared_value_loss)(v, target, mask))
 print("clipped", jax.jit(value_losses.clipped_value_loss)(v, old_v, target, mask, clip=0.2))
 
 # %% [markdown]
-# ## Numbers to watch: `diagnostics`, and whitening
+# ## Diagnostics and whitening: `diagnostics`, `masking.masked_whiten`
 #
-# $EV = 1 - \operatorname{Var}(R - V)/\operatorname{Var}(R)$ says what the value model explains,
-# $\operatorname{mean}(r - 1 - \log r)$ how far the policy has gone from the engine's, and $(\sum r)^2/\sum r^2$ how
-# many on-policy tokens the batch is worth. `masked_whiten` standardises over True entries; SAO leaves it out.
+# - Explained variance, $EV = 1 - \operatorname{Var}(R - V)/\operatorname{Var}(R)$: the part of the returns' variance
+#   that the value model explains.
+# - Approximate KL, $\operatorname{mean}(r - 1 - \log r)$: the distance of the policy from the engine's.
+# - Effective sample size, $(\sum r)^2/\sum r^2$: how many on-policy tokens the batch is worth.
+#
+# `masked_whiten` standardises over True entries. SAO does not use it.
 
 # %%
 returns, mask = np.array([1.0, 0.0, 1.0, 0.0]), np.ones(4, bool)

@@ -16,19 +16,19 @@
 # %% [markdown]
 # # Train an agent
 #
-# The main job, smaller than `python -m experiments.train`: a policy of 0.2 M parameters learns to solve math problems
-# by calling a Python tool over several turns. Warm start on demonstrations, value pretraining on the policy's own
-# trajectories, then SAO with asynchronous rollouts.
+# A smaller form of `python -m experiments.train`: a policy of 0.2 M parameters learns to solve math problems by calling
+# a Python tool over several turns. The stages are a warm start on demonstrations, value pretraining on the policy's own
+# trajectories, and SAO with asynchronous rollouts.
 
 # %%
-# Installs the library where it is missing: from the checkout that this notebook lies in, else from REPOSITORY.
+# Installs the library if it is missing: from the checkout around this notebook, or else from REPOSITORY.
 import importlib.util
 import pathlib
 import shutil
 import subprocess
 import sys
 
-REPOSITORY = ""  # in Colab: the address of the library's repository, which is cloned
+REPOSITORY = ""  # in Colab: the address of the library's repository, to be cloned
 if importlib.util.find_spec("sao_jax") is None:
   here = pathlib.Path.cwd()
   above = [folder for folder in (here, *here.parents) if (folder / "sao_jax" / "version.py").exists()]
@@ -56,7 +56,7 @@ from sao_jax.io.metrics import read_metrics
 from sao_jax.training import loop
 
 # %% tags=["parameters"]
-# The README's run has 800, 1024, 150 and 512 of these.
+# The run in the README has 800 warm-start steps, 1024 pretraining trajectories, 150 steps and 512 evaluation episodes.
 WARM_START_STEPS = 400
 PRETRAINING_TRAJECTORIES = 512
 NUM_STEPS = 60
@@ -64,7 +64,7 @@ EVAL_EPISODES = 256
 BATCH_SIZE = 128
 
 # %% [markdown]
-# A run is a frozen dataclass; every field has a docstring and is checked.
+# The config of a run is a frozen dataclass. Every field has a docstring and is checked.
 
 # %%
 full = tool_math_cpu.make_config()
@@ -80,13 +80,13 @@ config = dataclasses.replace(
   warm_start=dataclasses.replace(full.warm_start, num_steps=WARM_START_STEPS, optimizer=warm_start_optimizer),
   critic=dataclasses.replace(full.critic, pretraining_trajectories=PRETRAINING_TRAJECTORIES),
   learner=dataclasses.replace(full.learner, policy_optimizer=policy_optimizer),
-  checkpoint=dataclasses.replace(full.checkpoint, every_steps=10),  # and a sample of trajectories as often
+  checkpoint=dataclasses.replace(full.checkpoint, every_steps=10),  # also saves a sample of trajectories
 )
 print(config.algorithm, config.schedule, config.learner.eps_low, config.learner.eps_high)
 
 # %% [markdown]
-# `loop.train` runs the three stages in a folder and returns a summary. Interrupted and called again, it goes on from
-# what is there.
+# `loop.train` runs the three stages in a folder and returns a summary. Called again after an interruption, it continues
+# from there.
 
 # %%
 workdir = tempfile.mkdtemp()
@@ -98,13 +98,14 @@ print({stage: round(seconds, 1) for stage, seconds in summary["seconds_by_stage"
 # %% [markdown]
 # ## Trajectories
 #
-# What the policy wrote is blue, what it was given (the problem, the tool's answers) grey; the numbers are the policy
-# versions that wrote an action. An engine that takes up new weights while it writes leaves several in one trajectory.
+# Text that the policy wrote is blue. Text that it was given (the problem, the tool's answers) is grey. The numbers are
+# the policy versions that wrote an action. One trajectory can have several, since the engine takes up new weights while
+# it generates.
 
 
 # %%
 def render(sample):
-  """One trajectory as HTML: a span per run of action tokens or of others."""
+  """Renders a trajectory as HTML, with a span for each run of action tokens or of other tokens."""
   pieces, start = [], 0
   for end in range(1, len(sample.tokens) + 1):
     if end < len(sample.tokens) and sample.action_mask[end] == sample.action_mask[start]:

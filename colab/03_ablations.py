@@ -16,19 +16,20 @@
 # %% [markdown]
 # # Ablations
 #
-# `python -m experiments.ablate --suite=NAME --seeds=N --tune --workdir=DIR` runs one of the paper's comparisons: arms
-# times seeds, half a minute of one CPU core each, into one CSV file, a table and plots. Here: one suite at the size
-# `--quick` (every stage of every arm, nothing is learned), then the committed results of all of them.
+# `python -m experiments.ablate --suite=NAME --seeds=N --tune --workdir=DIR` runs one of the paper's comparisons. It
+# trains every arm with every seed, half a minute of one CPU core each, and writes a CSV file, a table and plots. This
+# notebook runs one suite at the size `--quick`, which goes through every stage of every arm and learns nothing. Then it
+# shows the committed results of all suites.
 
 # %%
-# Installs the library where it is missing: from the checkout that this notebook lies in, else from REPOSITORY.
+# Installs the library if it is missing: from the checkout around this notebook, or else from REPOSITORY.
 import importlib.util
 import pathlib
 import shutil
 import subprocess
 import sys
 
-REPOSITORY = ""  # in Colab: the address of the library's repository, which is cloned
+REPOSITORY = ""  # in Colab: the address of the library's repository, to be cloned
 if importlib.util.find_spec("sao_jax") is None:
   here = pathlib.Path.cwd()
   above = [folder for folder in (here, *here.parents) if (folder / "sao_jax" / "version.py").exists()]
@@ -62,7 +63,7 @@ WORKDIR = tempfile.mkdtemp()
 # %% [markdown]
 # ## A suite, quickly
 #
-# The same command with more seeds, with `--tune` and without `--quick` is the real thing.
+# For real results, use more seeds, add `--tune` and leave out `--quick`.
 
 # %%
 workdir = pathlib.Path(WORKDIR)
@@ -78,7 +79,7 @@ display(Image(filename=str(workdir / SUITE / f"{SUITE}.png")))
 # %% [markdown]
 # ## The committed results
 #
-# Tables and plots are made anew here from the CSV files under `experiments/results/`; `RESULTS.md` says what they mean.
+# Tables and plots are made here from the CSV files under `experiments/results/`. `RESULTS.md` explains them.
 
 # %%
 committed = root / "experiments" / "results"

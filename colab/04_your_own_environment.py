@@ -16,19 +16,19 @@
 # %% [markdown]
 # # Your own environment
 #
-# An environment is a class with three methods: `reset` gives the prompt of a task, `step` takes the text of an action
-# and answers with an observation, a reward, or the end, and `close` frees what it holds. `reset` and `step` run on
-# worker threads and may block (tools, judges, containers): the other episodes go on meanwhile.
+# An environment is a class with three methods. `reset` returns the prompt of a task. `step` takes the text of an action
+# and returns an observation, a reward, or the end of the episode. `close` releases what the environment holds. `reset`
+# and `step` run on worker threads and may block (tools, judges, containers) while other episodes continue.
 
 # %%
-# Installs the library where it is missing: from the checkout that this notebook lies in, else from REPOSITORY.
+# Installs the library if it is missing: from the checkout around this notebook, or else from REPOSITORY.
 import importlib.util
 import pathlib
 import shutil
 import subprocess
 import sys
 
-REPOSITORY = ""  # in Colab: the address of the library's repository, which is cloned
+REPOSITORY = ""  # in Colab: the address of the library's repository, to be cloned
 if importlib.util.find_spec("sao_jax") is None:
   here = pathlib.Path.cwd()
   above = [folder for folder in (here, *here.parents) if (folder / "sao_jax" / "version.py").exists()]
@@ -66,7 +66,7 @@ EVAL_EPISODES = 256
 
 # %%
 class Guess(base.Environment):
-  """Find a number from 1 to 9 in four guesses; each wrong one is answered by `higher` or `lower`."""
+  """Find a number from 1 to 9 in four guesses. Each wrong guess is answered by `higher` or `lower`."""
 
   def reset(self, task_index):
     self.secret, self.turns = task_index % 9 + 1, 0
@@ -87,7 +87,7 @@ class Guess(base.Environment):
 
 
 # %% [markdown]
-# Try it by hand before anything is trained on it.
+# Try the environment by hand before you train on it.
 
 # %%
 env = Guess()
@@ -97,9 +97,9 @@ for number in ("5", "8", "7"):
   print(number, "->", step.observation or f"reward {step.reward}")
 
 # %% [markdown]
-# A policy that starts from nothing needs demonstrations for the warm start: episodes as pieces of (text, whether the
-# policy would have written it). These guess without listening; the rest is left to RL. A policy that starts from a
-# published checkpoint (`config.policy_checkpoint`) needs none.
+# A policy that starts from nothing needs demonstrations for the warm start. A demonstration is an episode as pieces of
+# (text, whether the policy would have written it). These guess at random and ignore the hints, so RL has much to
+# improve. A policy that starts from a published checkpoint (`config.policy_checkpoint`) needs no demonstrations.
 
 
 # %%
@@ -125,9 +125,9 @@ def make_domain():
 
 
 # %% [markdown]
-# This run starts from the preset of the ablations, with this tokenizer's vocabulary and lengths that fit four guesses.
-# Saved as `guess.py`, the same environment trains from the command line with
-# `python -m experiments.train --config=experiments/presets/small_cpu.py --config.env.factory=guess:make_domain`.
+# This run takes the preset of the ablations, with this tokenizer's vocabulary and lengths that fit four guesses. To
+# train on the same environment from the command line, save it as `guess.py` and run `python -m experiments.train
+# --config=experiments/presets/small_cpu.py --config.env.factory=guess:make_domain`.
 
 # %%
 small = ablation_cpu.make_config()
@@ -163,7 +163,7 @@ summary = loop.train(config, make_domain(), workdir)
 print(f"success {summary['success_before']:.3f} -> {summary['success_after']:.3f} (n = {summary['n']})")
 
 # %% [markdown]
-# What it has learned: the last trajectories, and success over the learner's steps.
+# The last trajectories show what the policy has learned. The plot shows success over the learner's steps.
 
 # %%
 for sample in trajectories.read(f"{workdir}/trajectories.jsonl")[-3:]:

@@ -16,18 +16,18 @@
 # %% [markdown]
 # # Use it in your JAX code
 #
-# The functions of `sao_jax.ops` need no engine, no config and no loop of this library. Here they train a plain Flax
-# NNX model with optax: a policy and a value model learn a two-turn toy task from rollouts of an older policy.
+# The functions of `sao_jax.ops` need no engine, config or loop of this library. Here they train a plain Flax NNX model
+# with optax. A policy and a value model learn a two-turn toy task from rollouts of an older policy.
 
 # %%
-# Installs the library where it is missing: from the checkout that this notebook lies in, else from REPOSITORY.
+# Installs the library if it is missing: from the checkout around this notebook, or else from REPOSITORY.
 import importlib.util
 import pathlib
 import shutil
 import subprocess
 import sys
 
-REPOSITORY = ""  # in Colab: the address of the library's repository, which is cloned
+REPOSITORY = ""  # in Colab: the address of the library's repository, to be cloned
 if importlib.util.find_spec("sao_jax") is None:
   here = pathlib.Path.cwd()
   above = [folder for folder in (here, *here.parents) if (folder / "sao_jax" / "version.py").exists()]
@@ -51,16 +51,17 @@ from sao_jax.ops import advantages, logprobs, masking, policy_losses, value_loss
 
 # %% tags=["parameters"]
 NUM_STEPS = 300
-LAG = 4  # rollouts come from the policy of so many updates ago
+LAG = 4  # rollouts come from the policy of LAG updates ago
 
 # %% [markdown]
-# The task: a prompt digit `d`, a first action, an observation (a random digit `o`), a second action. Reward 1 if the
-# second action is `(d + o) % 10`; the first does not matter. Tokens: `[d, a0, o, a1]`; actions at positions 1 and 3.
+# An episode is a prompt digit `d`, a first action, an observation (a random digit `o`) and a second action. The reward
+# is 1 if the second action is `(d + o) % 10`; the first action does not matter. The tokens are `[d, a0, o, a1]`, with
+# actions at positions 1 and 3.
 
 
 # %%
 class Net(nnx.Module):
-  """Sees all tokens before a position, one-hot, and says something about the next."""
+  """Predicts at each position from all tokens before it, one-hot."""
 
   def __init__(self, outputs: int, rngs: nnx.Rngs):
     self.hidden = nnx.Linear(40, 128, rngs=rngs)
@@ -80,7 +81,7 @@ ACTIONS = jnp.array([False, True, False, True])
 
 @nnx.jit
 def rollout(policy, key, prompts):
-  """Episodes and the log-probs that their actions were really sampled with."""
+  """Returns episodes, the log-probs that their actions were sampled with, and rewards."""
   keys = jax.random.split(key, 3)
   tokens = jnp.zeros((prompts.shape[0], 4), jnp.int32).at[:, 0].set(prompts)
   for t, k in ((1, keys[0]), (3, keys[1])):
@@ -93,8 +94,8 @@ def rollout(policy, key, prompts):
 
 
 # %% [markdown]
-# One learner step, as in the paper: the value model first, twice; then values with the updated model, skip-observation
-# GAE, and the policy with DIS.
+# One learner step, as in the paper: two updates of the value model, values from the updated model, skip-observation
+# GAE, and an update of the policy with DIS.
 
 
 # %%
@@ -135,5 +136,5 @@ print("success, first and last steps:", np.round(success[:3], 2), np.round(succe
 assert NUM_STEPS < 100 or np.mean(success[-10:]) > 0.5
 
 # %% [markdown]
-# A model of your own can also take part in the whole loop (`sao_jax.models.nnx_adapter`), with the engine, the queue
-# and asynchronous rollouts.
+# Your own model can also train in the whole loop, with the engine, the queue and asynchronous rollouts. See
+# `sao_jax.models.nnx_adapter`.

@@ -79,7 +79,7 @@ def plot_run(workdir: str | os.PathLike[str]) -> list[pathlib.Path]:
   written = []
   with mpl.rc_context(STYLE):
     for name, draw in draws.items():
-      figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+      figure = Figure(figsize=(8.2, 3.6), layout="constrained")
       FigureCanvasAgg(figure)
       if draw(figure):
         figure.savefig(folder / f"{name}.png")
@@ -101,7 +101,7 @@ def draw_reward(figure: Figure, learner: Rows, evaluation: Rows) -> bool:
     axes.errorbar(steps, rates, errors, fmt="o", color=ORANGE, markersize=5, capsize=3, label="held-out success (95 %)")
   low = min(0.0, min(row["reward_mean"] for row in learner))
   axes.set_ylim(low, max(1.0, *(row["reward_mean"] for row in learner)))
-  axes.legend(loc="best")
+  legend_beside(axes)
   return True
 
 
@@ -124,7 +124,7 @@ def draw_masked_fraction(figure: Figure, learner: Rows) -> bool:
   _line(axes, learner, "dis_masked_high", GREEN, "ratio too high", scale=100.0)
   axes.set_ylim(bottom=0.0)
   if drawn:
-    axes.legend(loc="best")
+    legend_beside(axes)
   return drawn
 
 
@@ -142,7 +142,7 @@ def draw_staleness(figure: Figure, learner: Rows) -> bool:
   _line(left, learner, "staleness_mean", BLUE, "mean of the batch")
   _line(left, learner, "staleness_max", ORANGE, "largest of the batch")
   left.set_ylim(bottom=0.0)
-  left.legend(loc="best")
+  legend_beside(left)
   means, counts = _column(learner, "staleness_mean"), _column(learner, "trajectories")
   edges = np.arange(0.0, max(1.0, math.ceil(np.nanmax(means) * 2 + 1)) + 1) / 2 - 0.25
   right.hist(means, bins=edges, weights=counts, color=BLUE, rwidth=0.9)
@@ -184,8 +184,13 @@ def draw_throughput(figure: Figure, learner: Rows) -> bool:
   _line(right, learner, "engine_busy_fraction", BLUE, "engine")
   _line(right, learner, "learner_busy_fraction", ORANGE, "learner")
   right.set_ylim(0.0, 1.02)
-  right.legend(loc="best")
+  legend_beside(right)
   return drawn
+
+
+def legend_beside(axes: Axes, *, of: Axes | None = None) -> None:
+  """Draws a legend at the right of the axes, where it covers no line; `of`: the axes whose lines it names."""
+  axes.legend(*(of or axes).get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _axes(figure: Figure, title: str, x: str, y: str) -> Axes:

@@ -130,7 +130,7 @@ def sweep_engines(
 def plot_sweep(path: pathlib.Path, counts: Sequence[int], rates: Mapping[str, Sequence[float]]) -> None:
   """Draws throughput, and speed-up over sync at the same number of engines."""
   with mpl.rc_context(plots.STYLE):
-    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+    figure = Figure(figsize=(10.5, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for name, values in rates.items():
@@ -141,17 +141,17 @@ def plot_sweep(path: pathlib.Path, counts: Sequence[int], rates: Mapping[str, Se
     left.set_xscale("log", base=2)
     left.set_yscale("log")
     left.set(title="Throughput", xlabel="engines", ylabel="trajectories per second")
-    left.legend(loc="best")
     right.set_xscale("log", base=2)
     right.set(title="Speed-up over sync with as many engines", xlabel="engines", ylabel="times")
     right.set_ylim(bottom=0.0)
+    plots.legend_beside(right, of=left)
     figure.savefig(path)
 
 
 def plot_comparison(path: pathlib.Path, results: Mapping[str, Result]) -> None:
   """Draws utilisation of both sides, and staleness."""
   with mpl.rc_context(plots.STYLE):
-    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    figure = Figure(figsize=(10.5, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     places = range(len(results))
@@ -166,7 +166,7 @@ def plot_comparison(path: pathlib.Path, results: Mapping[str, Result]) -> None:
       label = name.replace("_", " ")
       right.plot(list(result.staleness), shares, color=COLORS[name], marker="o", markersize=3, label=label)
     right.set(title="Staleness", xlabel="policy versions", ylabel="share of trajectories", ylim=(0, 1))
-    right.legend(loc="best")
+    plots.legend_beside(right)
     figure.savefig(path)
 
 

@@ -129,5 +129,5 @@ def plot(path: str | os.PathLike[str], suite: Suite, rows: Sequence[Row]) -> Non
         for change in success_curve(rows, arm.name, seed)[2]:
           axis.axvline(change, color="#888888", linewidth=0.8, linestyle=":")
       axis.set(title=f"{arm.name}: held-out accuracy by style", xlabel="learner steps", ylim=(0, 1))
-      axis.legend(loc="best", fontsize=7.5)
+    plots.legend_beside(axis)
     figure.savefig(path)

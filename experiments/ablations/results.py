@@ -180,11 +180,12 @@ def plot(path: str | os.PathLike[str], suite: Suite, rows: Sequence[Row]) -> Non
       _draw_by_lag(axes, suite, rows)
       for axis in axes[2:per_row]:
         axis.set_axis_off()
+      axes[2].legend(*axes[0].get_legend_handles_labels(), loc="upper left")
       axes = axes[per_row:]
     for group in groups:
       for axis, metric in zip(axes, suite.curves, strict=False):
         _draw_curve(axis, group, rows, metric)
-      axes[0].legend(loc="best", fontsize=7.5)
+      plots.legend_beside(axes[per_row - 1], of=axes[0])
       axes = axes[len(suite.curves) :]
     figure.savefig(path)
 
@@ -211,7 +212,6 @@ def _draw_by_lag(axes: Sequence[Axes], suite: Suite, rows: Sequence[Row]) -> Non
     axis.set(title=title, xlabel="lag (policy versions)", xscale="symlog")
     axis.set_xticks(lags, [str(lag) for lag in lags])
     axis.minorticks_off()
-  axes[0].legend(loc="best", fontsize=7.5)
 
 
 def _draw_curve(axis: Axes, arms: Sequence[Arm], rows: Sequence[Row], metric: str) -> None:
