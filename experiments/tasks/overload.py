@@ -68,19 +68,19 @@ class Clock:
     self.began: float | None = None
     self._episodes = itertools.count()
     self._lock = threading.Lock()
-    self.given_up = 0
+    self.timed_out = 0
     """Calls that hang for longer than `env_timeout_s` at this moment: each keeps a thread that nobody can end."""
 
   @contextlib.contextmanager
   def hangs(self) -> Iterator[None]:
     """Around what a call does after it was given up."""
     with self._lock:
-      self.given_up += 1
+      self.timed_out += 1
     try:
       yield
     finally:
       with self._lock:
-        self.given_up -= 1
+        self.timed_out -= 1
 
   def episode(self) -> int:
     """Number of an episode that begins, from 0."""

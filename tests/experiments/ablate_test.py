@@ -201,10 +201,10 @@ def test_a_tuned_workdir_keeps_its_rates_without_the_flag(tmp_path, capsys):
   assert runner.folder(suites.SAO, 0) == tmp_path / "runs" / "sao_lr0.125" / "seed0"
   other = next(arm for arm in SUITES["granularity"].arms if arm != suites.SAO)
   assert runner.learning_rate(other) == tiny_base.make_config().learner.policy_optimizer.learning_rate
-  runner.say_rates()
+  runner.print_rates()
   said = capsys.readouterr().out
   assert f"those of {tmp_path / 'tuned.json'}; that of the base for {other.name}" in said and "for SAO" not in said
-  ablate.Runner("granularity", base=base, workdir=tmp_path / "untuned", quick=True, jobs=1).say_rates()
+  ablate.Runner("granularity", base=base, workdir=tmp_path / "untuned", quick=True, jobs=1).print_rates()
   assert not capsys.readouterr().out
 
 
@@ -268,7 +268,7 @@ def test_a_suite_from_start_to_table(tmp_path):
   second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
   assert second.returncode == 0 and "done " not in second.stdout
   (tmp_path / "granularity" / "granularity.png").unlink()
-  assert report.remake(tmp_path) == ["granularity"]
+  assert report.rebuild(tmp_path) == ["granularity"]
   assert (tmp_path / "granularity" / "granularity.md").read_text() == made
   other = [*command, "--base=experiments.presets.ablation_cpu:make_config"]
   refused = subprocess.run(other, capture_output=True, text=True, check=False, timeout=400)
@@ -307,7 +307,7 @@ def test_documents_are_filled(tmp_path, rows):
   with pytest.raises(ValueError, match=r"a table must be that of one of main.*received 'nope'"):
     report.fill("<!-- nope -->\n<!-- end -->", tmp_path)
   with pytest.raises(ValueError, match=r"must hold SUITE/SUITE\.csv"):
-    report.remake(tmp_path / "granularity")
+    report.rebuild(tmp_path / "granularity")
 
 
 def test_what_tuning_found_is_kept(tmp_path):
