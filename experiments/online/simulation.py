@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from experiments.online import questions
-from experiments.online.judges import ChatJudge, Judge, Remembering
+from experiments.online.judges import CachedJudge, ChatJudge, Judge
 from experiments.online.questions import STYLES
 from experiments.online.rule_judge import RuleJudge
 from experiments.tasks.options import checked
@@ -114,7 +114,7 @@ class Simulation:
     if judge is None:
       judge = RuleJudge() if config.judge_url is None else _chat_judge(config)
     self.config = config
-    self.judge = Remembering(judge)
+    self.judge = CachedJudge(judge)
     self.preferred = config.order[0]
     self._texts: Mapping[Split, Sequence[str]] = {
       "train": questions.train_questions(), "eval": questions.held_out_questions(),

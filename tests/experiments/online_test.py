@@ -13,7 +13,7 @@ import pytest
 
 from experiments.ablations import online, results, suites
 from experiments.online import questions, simulation
-from experiments.online.judges import ChatJudge, JudgeError, Remembering, Verdict, read_verdict
+from experiments.online.judges import ChatJudge, JudgeError, CachedJudge, Verdict, read_verdict
 from experiments.online.questions import STYLES
 from experiments.online.rule_judge import MARKERS, RuleJudge
 from experiments.online.simulation import Simulation, SimulationConfig
@@ -240,7 +240,7 @@ def test_judges_are_asked_once_per_text():
     asked.append(answer)
     return Verdict(True, None)
 
-  remembering = Remembering(judge)
+  remembering = CachedJudge(judge)
   assert remembering(SKY, "a") == remembering(SKY, "a") == remembering(SKY, "b") and asked == ["a", "b"]
 
 
