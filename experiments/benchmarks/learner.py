@@ -3,8 +3,8 @@
 The model is that of the sampler benchmark (Qwen3, 4 layers, d 128, vocabulary 1,024, float32, random weights). The
 batch has 8 rows of 288 tokens, of which all but the first 32 are actions. Three programs take turns in one process, and
 the best time of each counts: this library's DIS loss on chunked log-probs; Tunix's `compute_per_token_logps` with a PPO
-loss, if google-tunix is installed; and a large float32 matmul. Each loss runs on one CPU device, and again with its rows
-split over one device per core (`mesh.data` in this library). `tokens_per_s` is this library on all devices;
+loss, if google-tunix is installed; and a large float32 matmul. Each loss runs on one CPU device, and again with its
+rows split over one device per core (`mesh.data` in this library). `tokens_per_s` is this library on all devices;
 `tunix_tokens_per_s` is the better of Tunix's two. The same loss is also timed on a packed batch with long-tailed
 lengths, per real token.
 
@@ -20,9 +20,9 @@ device, 10,100 against 6,900, 1.46 times. The goals of 2 times Tunix and 30 % ar
 token. Microbatches of 1 and 4 rows per device give 11,300 and 9,800.
 
 The limits: the matmuls alone, forward and backward, take 83 of the 230 ms that one device needs. With an inner
-dimension of 128, they reach 60 % of the limit. Of the 67 ms of a microbatch's trunk, the matmuls of the layers take 26 and
-attention takes 11. Removing the norms saves 15 and removing the rotation saves 10: these are passes over small arrays,
-each on one thread. Attention with `jax.nn.dot_product_attention` took 24 ms instead of 11.
+dimension of 128, they reach 60 % of the limit. Of the 67 ms of a microbatch's trunk, the matmuls of the layers take 26
+and attention takes 11. Removing the norms saves 15 and removing the rotation saves 10: these are passes over small
+arrays, each on one thread. Attention with `jax.nn.dot_product_attention` took 24 ms instead of 11.
 
 One row of 1,024, 4,096 and 8,192 tokens (`--row_lengths`, one device, every layer recomputed in the backward pass)
 takes 0.21, 3.1 and 23 s. Attention's quadratic cost dominates from the start. The loop over blocks, which a CPU needs

@@ -1,4 +1,4 @@
-"""Shared parts of the presets for published checkpoints: a check of the files, and the paper's long-context settings."""
+"""Shared parts of the presets for published checkpoints: a check of files, and the paper's long-context settings."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: f
   From the paper: a batch of 128 single rollouts, learning rates of 1e-6 for the policy and of 5e-6 with 10 warm-up
   steps for the value model, K = 2, frozen attention, lambda 1 for the critic and 1 - 1 / (1.5 l) for the policy, and
   temperature 1. The paper does not state the number of steps, the trajectories of value pretraining, staleness,
-  checkpoints, and the sizes of engine and mesh. Those are our choice. The mesh has 64 devices of 95 GB. For another number, set
-  `--config.mesh.fsdp=N` with a divisor of 8, or -1.
+  checkpoints, and the sizes of engine and mesh. Those are our choice. The mesh has 64 devices of 95 GB. For another
+  number, set `--config.mesh.fsdp=N` with a divisor of 8, or -1.
 
   Args:
     checkpoint: the model's directory.

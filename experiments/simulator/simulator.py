@@ -259,7 +259,7 @@ class _Cluster:
     return self.env.timeout(self.config.transfer_s)
 
   def _start_episodes(self) -> None:
-    """Fills free slots as far as admission allows: no episode that could be too stale, and none if the queue is full."""
+    """Fills free slots as far as admission allows: no episode that could be too stale, none if the queue is full."""
     config = self.config
     ahead = 0 if config.schedule == "sync" else config.max_staleness
     admitted = (self.version + ahead + 1) * config.batch_size

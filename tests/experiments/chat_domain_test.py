@@ -105,9 +105,9 @@ def test_math(checkpoint, tmp_path):
   ("rows", "message"),
   [
     ([], "holds no problem"),
-    (['{"problem": "x", "answer": "1"}', "{"], "line 2: a JSON object with 'problem' and 'answer' is wanted"),
-    (['{"problem": "x"}'], "line 1: a JSON object"),
-    (["[1]"], "line 1: a JSON object"),
+    (['{"problem": "x", "answer": "1"}', "{"], "line 2 must be a JSON object with 'problem' and 'answer'"),
+    (['{"problem": "x"}'], "line 1 must be a JSON object"),
+    (["[1]"], "line 1 must be a JSON object"),
     (['{"problem": 1, "answer": true}'], "received 1 and True"),
     (['{"problem": "x", "answer": 1}', '{"problem": "y", "answer": NaN}'], "line 2: .* a finite number.* and nan"),
     (['{"problem": "x", "answer": 1e999}'], "line 1: .* a finite number.* and inf"),
@@ -160,7 +160,7 @@ def test_problems_that_are_there_twice_are_told(tmp_path, monkeypatch):
   path = write(tmp_path / "x.jsonl", *rows)
   assert len(problem_file.read(path, "problem", "answer")) == 5
   assert told == [
-    f"{path}: 2 of 5 problems are there before (line 4 is the problem of line 2, for one); each line counts."
+    f"{path}: 2 of 5 problems are duplicates (line 4 repeats line 2, for example). Each line counts."
   ]
   problem_file.read(write(tmp_path / "y.jsonl", *rows[:3]), "problem", "answer")
   assert len(told) == 1

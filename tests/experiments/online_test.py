@@ -13,7 +13,7 @@ import pytest
 
 from experiments.ablations import online, results, suites
 from experiments.online import questions, simulation
-from experiments.online.judges import ChatJudge, JudgeError, CachedJudge, Verdict, read_verdict
+from experiments.online.judges import CachedJudge, ChatJudge, JudgeError, Verdict, read_verdict
 from experiments.online.questions import STYLES
 from experiments.online.rule_judge import MARKERS, RuleJudge
 from experiments.online.simulation import Simulation, SimulationConfig
