@@ -31,7 +31,7 @@ from absl import app, flags
 
 from experiments.ablations import report, results, run_arm, suites, tuning
 from experiments.ablations.suites import Arm
-from experiments.support import command
+from experiments.support import command, compilation
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.training import config as config_lib
 from sao_jax.training.health import RunStoppedError
@@ -165,9 +165,7 @@ class Runner:
       # With one process per core, each process uses a single thread.
       "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip(),
       # Arms share most of their compiled programs, and seeds share all of them.
-      "JAX_COMPILATION_CACHE_DIR": str(self._workdir / "compiled"),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+      **compilation.shared_cache(self._workdir / "compiled"),
     }
     log = folder / "log.txt"
     with open(log, "ab") as out:

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from experiments.support import chaos_run, command
+from experiments.support import chaos_run, command, compilation
 from sao_jax.io import jsonl
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.metrics import read_metrics
@@ -68,12 +68,7 @@ def launch(
     sys.executable, "-m", "experiments.support.chaos_run", f"--workdir={workdir}", f"--schedule={schedule}",
     f"--num_steps={num_steps}", *more,
   ]  # fmt: skip
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_COMPILATION_CACHE_DIR": str(cache),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-  }
+  environment = os.environ | {"JAX_PLATFORMS": "cpu", **compilation.shared_cache(cache)}
   with open(workdir.with_suffix(".log"), "ab") as log:
     return subprocess.Popen(
       command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT

@@ -194,7 +194,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("seed", 0, "The seed of the episodes.", lower_bound=0)
   for name, default in _cluster_numbers(PAPER).items():
     define = flags.DEFINE_float if isinstance(default, float) else flags.DEFINE_integer
-    define(name, default, f"ClusterConfig.{name}.")
+    define(name, default, f"The cluster's {name}; see ClusterConfig.")
 
 
 def _cluster_numbers(config: ClusterConfig) -> dict[str, float | int]:

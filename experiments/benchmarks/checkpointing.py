@@ -154,5 +154,5 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_integer("steps", 8, "The number of learner steps per round and mode.", lower_bound=2)
-  flags.DEFINE_integer("rounds", 5, "Rounds.", lower_bound=1)
+  flags.DEFINE_integer("rounds", 5, "The number of rounds. Figures are medians over rounds.", lower_bound=1)
   command.run(main)

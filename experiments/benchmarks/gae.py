@@ -106,8 +106,8 @@ def best_times(functions: dict[str, Callable[..., jax.Array]], rows: Rows, repea
 
 def main() -> None:
   parser = argparse.ArgumentParser(description="Times skip-observation GAE. The last line is one JSON object.")
-  parser.add_argument("--repeats", type=int, default=30)
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--repeats", type=int, default=30, help="The number of rounds. The best time counts.")
+  parser.add_argument("--seed", type=int, default=0, help="The seed of the random rows.")
   arguments = parser.parse_args()
   functions: dict[str, Callable[..., jax.Array]] = {"ours": ours, "associative": one_scan(_recurrences.gae_associative)}
   if (tunix := tunix_gae()) is not None:

@@ -31,7 +31,7 @@ import numpy as np
 from absl import flags
 
 from experiments.benchmarks import decoding
-from experiments.support import command
+from experiments.support import aot, command
 from sao_jax.learner import init_state, learner_config, split
 from sao_jax.models import init_critic, init_policy
 from sao_jax.ops import logprobs
@@ -39,11 +39,6 @@ from sao_jax.ops import logprobs
 TURN = (32, 75)
 """The action tokens and observation tokens of a turn."""
 TOKENS, VOCABULARY, WIDTH = 4_096, 32_768, 256
-
-
-def tree_bytes(tree: Any) -> int:
-  """Returns the bytes of all arrays or shapes in a pytree."""
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def critic_bytes(frozen: tuple[str, ...]) -> dict[str, int]:
@@ -56,10 +51,10 @@ def critic_bytes(frozen: tuple[str, ...]) -> dict[str, int]:
   state = init_state(config, *zeros)
   trainable, _ = split(critic, frozen)
   return {
-    "parameters": tree_bytes(critic),
+    "parameters": aot.total_bytes(critic),
     # Gradients are summed over microbatches in float32, which is also the dtype of the parameters here.
-    "gradients": tree_bytes(trainable),
-    "optimizer": tree_bytes(state.critic_opt),
+    "gradients": aot.total_bytes(trainable),
+    "optimizer": aot.total_bytes(state.critic_opt),
   }
 
 

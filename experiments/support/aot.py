@@ -257,7 +257,7 @@ def device_bytes(tree: Any, mesh: Mesh) -> int:
 
 
 def total_bytes(tree: Any) -> int:
-  """Returns the bytes of a tree of shapes."""
+  """Returns the bytes of a tree of arrays or shapes."""
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

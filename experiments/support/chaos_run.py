@@ -143,7 +143,7 @@ def killed_inside(workdir: pathlib.Path) -> list[str]:
 
 def define_flags() -> None:
   flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
-  flags.DEFINE_enum("schedule", "sync", ["sync", "lagged", "async"], "RunConfig.schedule.")
+  flags.DEFINE_enum("schedule", "sync", ["sync", "lagged", "async"], "The schedule of the run.")
   flags.DEFINE_integer("num_steps", 12, "The number of learner steps.")
   flags.DEFINE_enum("place", None, list(WINDOWS), "The operation during which to die. Defaults to no kill.")
   flags.DEFINE_integer("occurrence", 1, "The number of the call of that operation in this process, from 1.")

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from experiments.tasks.demonstrations import Pieces, play
 from sao_jax.types import Domain, Environment, Split, Step
 
 END = ";"
@@ -117,17 +118,14 @@ def make_domain(*, num_train_tasks: int = 4096, num_eval_tasks: int = 512, carel
   def make_env(split: Split) -> Bisection:
     return Bisection(split, num_train_tasks if split == "train" else num_eval_tasks)
 
-  def demonstrate(task_index: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
+  def demonstrate(task_index: int, rng: np.random.Generator) -> Pieces:
     env = make_env("train")
-    pieces = [(env.reset(task_index), False)]
-    while True:
-      ends = (env.problem.low, env.problem.high) if rng.random() < careless else (env.low, env.high)
-      action = f"{rng.integers(ends[0], ends[1] + 1):02d}{END}"
-      step = env.step(action)
-      pieces.append((action, True))
-      if step.done:
-        return pieces
-      pieces.append((step.observation, False))
+
+    def guess() -> str:
+      low, high = (env.problem.low, env.problem.high) if rng.random() < careless else (env.low, env.high)
+      return f"{rng.integers(low, high + 1):02d}{END}"
+
+    return play(env, task_index, guess)
 
   return Domain(
     make_env=make_env,

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments.tasks.demonstrations import Pieces, play
 from experiments.tasks.options import checked
 from sao_jax.envs.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
-from sao_jax.envs.adapters.text_game import TextGame
 from sao_jax.envs.adapters.textarena import TextArenaConfig, textarena_factory
 from sao_jax.envs.adapters.textworld import TextWorldConfig, textworld_factory
 from sao_jax.envs.base import Environment, Step, Tag
@@ -31,8 +31,6 @@ from sao_jax.envs.coding.tasks import CodingTask, make_task, read_human_eval
 from sao_jax.envs.sandbox import PythonTool, PythonToolConfig
 from sao_jax.tokenizers import MathTokenizer
 from sao_jax.types import Domain, Split
-
-Pieces = list[tuple[str, bool]]
 
 
 class _From(Environment):
@@ -91,7 +89,7 @@ def gymnasium(*, num_train_tasks: int = 10_000, num_eval_tasks: int = 1_000, **o
   demonstrator = Gymnasium(config)
 
   def demonstrate(task_index: int, rng: np.random.Generator) -> Pieces:
-    return _play(demonstrator, task_index, lambda: str(rng.choice(demonstrator.actions)))
+    return play(demonstrator, task_index, lambda: str(rng.choice(demonstrator.actions)) + Tag.END)
 
   return _seeded(lambda: Gymnasium(config), num_train_tasks, num_eval_tasks, demonstrate, demonstrator.close)
 
@@ -112,9 +110,10 @@ def textworld(*, num_eval_games: int = 20, other_commands: float = 0.3, **option
   def demonstrate(task_index: int, rng: np.random.Generator) -> Pieces:
     def choose() -> str:
       winning = demonstrator.walkthrough()
-      return winning[0] if winning and rng.random() >= other_commands else str(rng.choice(demonstrator.commands()))
+      follow = winning and rng.random() >= other_commands
+      return (winning[0] if follow else str(rng.choice(demonstrator.commands()))) + Tag.END
 
-    return _play(demonstrator, task_index, choose)
+    return play(demonstrator, task_index, choose)
 
   return Domain(
     make_env=lambda split: make[split](),
@@ -175,7 +174,7 @@ def coding(
   def demonstrate(task_index: int, rng: np.random.Generator) -> Pieces:
     task = split_tasks["train"][task_index % len(split_tasks["train"])]
     actions = iter(["read solution.py", _replacement(task), "submit"])
-    return _play(demonstrator, task_index, lambda: next(actions))
+    return play(demonstrator, task_index, lambda: next(actions) + Tag.END)
 
   return Domain(
     make_env=make_env,
@@ -196,18 +195,6 @@ def _first_answer(env: ReasoningGym) -> str | None:
   """Returns the answer to the first task; None for tasks with many right answers, which have no demonstrations."""
   env.reset(0)
   return env.gold_answer
-
-
-def _play(env: TextGame | Coding, task_index: int, choose: Callable[[], str]) -> Pieces:
-  """Plays one episode of an environment; returns its pieces of (text, is action)."""
-  pieces = [(env.reset(task_index), False)]
-  while True:
-    action = choose() + Tag.END
-    step = env.step(action)
-    pieces.append((action, True))
-    if step.done:
-      return pieces
-    pieces.append((step.observation, False))
 
 
 def _seeded(
