@@ -110,7 +110,7 @@ def texts(case: Case, indices: Sequence[int]) -> dict[str, str]:
           found[f"demonstration {index}"] = _or_error(_demonstration, domain, index)
     finally:
       domain.close()
-  except Exception as error:  # noqa: BLE001 (compared and told)
+  except Exception as error:  # noqa: BLE001 (compared and reported)
     found["error"] = f"{type(error).__name__}: {error}"
   return found
 
@@ -119,7 +119,7 @@ def _or_error(function: Callable[..., str], *arguments: Any) -> str:
   """Calls the function; returns the error as text if it fails, since some tasks fail at some of their problems."""
   try:
     return function(*arguments)
-  except Exception as error:  # noqa: BLE001 (compared and told)
+  except Exception as error:  # noqa: BLE001 (compared and reported)
     return f"{type(error).__name__}: {error}"
 
 

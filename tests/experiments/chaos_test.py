@@ -1,4 +1,4 @@
-"""The audit finds every kind of loss; one real kill of a real run, resumed."""
+"""The audit finds every kind of loss, and one real run is killed and resumed."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_tool_call_goes_through_python(checkpoint):
   ids = domain.tokenizer.encode(step.observation)
   assert not step.done
   assert domain.tokenizer.decode(ids) == "<tool>42 <end>\n<end><assistant>"
-  assert ids.count(domain.tokenizer.stop_ids[0]) == 1  # what the tool printed is text
+  assert ids.count(domain.tokenizer.stop_ids[0]) == 1  # the tool's output is text
   env.close()
   domain.close()
 
@@ -145,7 +145,7 @@ def test_answers_that_cannot_be_graded_are_named(checkpoint, tmp_path, monkeypat
 
 
 def test_problem_files_as_others_write_them(tmp_path):
-  """A byte order mark, \\r\\n, empty lines, and what str.splitlines takes for the end of a line inside a string."""
+  """A byte order mark, \\r\\n, empty lines, and characters in a string at which str.splitlines would split."""
   path = tmp_path / "x.jsonl"
   text = '{"problem": "a\u2028b\x85c", "answer": 1}\r\n\r\n{"problem": "d", "answer": "\\u00bd"}\n\n'
   path.write_bytes(text.encode("utf-8-sig"))
@@ -173,7 +173,7 @@ def test_bad_options(checkpoint):
     chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", answer="guess")
   with pytest.raises(ValueError, match="unknown options of ReasoningGymConfig: tasks"):
     chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", tasks=1)
-  # Before any episode begins.
+  # Before any episode starts.
   with pytest.raises(ValueError, match=r"task must be one of .*; received 'nope'"):
     chat.reasoning_gym(checkpoint=checkpoint, task="nope")
   with pytest.raises(ValueError, match="settings do not fit task 'chain_sum'"):
