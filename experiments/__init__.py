@@ -1,3 +1,3 @@
-"""Commands that wire the library into runs: training, evaluation, benchmarks, plots."""
+"""Commands built on the library: training, evaluation, comparisons, benchmarks, plots."""
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """Runs one of the paper's comparisons: `python -m experiments.ablate --suite=main --seeds=5 --workdir=DIR`.
 
-Every arm starts, seed by seed, from the same warm-started policy and differs in what the suite compares only; see
-`experiments/ablations/suites.py`. Runs go through processes of their own, `--jobs` at a time; the same command goes on
-where it stopped, and an arm that several suites have is run once per workdir. In `WORKDIR/SUITE` come `SUITE.csv` (a
-row per learner step and evaluation), `SUITE.md` (means with 95 % bootstrap intervals over seeds, paired differences to
-SAO) and `SUITE.png`.
+For each seed, all arms start from the same warm-started policy and differ only in what the suite compares; see
+`experiments/ablations/suites.py`. Each run has its own process, and `--jobs` of them run at a time. The same command
+continues where it stopped. An arm that belongs to several suites is run once per workdir. `WORKDIR/SUITE` receives
+`SUITE.csv` (a row per learner step and evaluation), `SUITE.md` (means with 95 % bootstrap intervals over seeds and
+paired differences to SAO) and `SUITE.png`.
 
-    --tune     first tries each arm at the same learning rates of the policy, on a seed of its own and part of the
-               steps, and goes on with the best (`tuned.json`); an arm at several lags is tuned once, at the base's.
-               A workdir that was tuned keeps its rates without the flag; arms that were not have the base's
-    --quick    every stage of every arm in minutes, at a size at which nothing is learned
-    --base     the run that all arms share: another size is another base
-    --report   runs nothing: makes tables and plots of all suites in the workdir anew from their CSV files, and those
-               of RESULTS.md, if it is in the working directory: --report --workdir=experiments/results
+    --tune     First tunes the policy's learning rate of each arm. All arms try the same rates, on a separate seed and
+               for a share of the steps; the best rate is used and kept in `tuned.json`. An arm at several lags is
+               tuned once, at the base's lag. Later commands in the workdir use the tuned rates without this flag;
+               arms that were not tuned use the base's rate.
+    --quick    Runs every stage of every arm in minutes, at a size at which nothing is learned.
+    --base     Names the run that all arms share. Use it to change the size of the comparison.
+    --report   Runs nothing. Rebuilds the tables and plots of all suites in the workdir from their CSV files, and the
+               tables of RESULTS.md if that file is in the working directory: --report --workdir=experiments/results
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from absl import app, flags
 
 from experiments.ablations import report, results, run_arm, suites, tuning
 from experiments.ablations.suites import Arm
-from experiments.support import command
+from experiments.support import command, compilation
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.training import config as config_lib
 from sao_jax.training.health import RunStoppedError
 
 LEARNING_RATES = (0.25, 0.5, 1.0, 2.0)
-"""Times the base's."""
+"""The rates that are tried, as multiples of the base's learning rate."""
 TUNING_SEED = 10_000
 
 
 class Runner:
-  """The processes of a suite.
+  """Runs the processes of a suite.
 
   Args:
-    suite: its name.
-    base: `module:function` of the base run; None: the suite's.
-    workdir: where everything goes; suites that share it share starts, learning rates and runs.
-    quick: the small size.
-    jobs: processes at a time.
+    suite: name of the suite.
+    base: `module:function` of the base run; None uses the suite's.
+    workdir: folder of all runs. Suites that use the same workdir share starts, learning rates and runs.
+    quick: whether to use the small size.
+    jobs: number of processes at a time.
 
   Raises:
     ValueError: the workdir holds runs of another base.
@@ -59,7 +60,7 @@ class Runner:
     self.suite = suites.SUITES[suite]
     self._base_name = base or self.suite.base
     self._base = run_arm.base_config(self._base_name, quick=quick)
-    # Suites with a task of their own share nothing with the others.
+    # Suites with their own task share nothing with the others.
     self._workdir = workdir / suite if self.suite.simulation else workdir
     self._results = workdir / suite
     self._quick = quick
@@ -71,28 +72,28 @@ class Runner:
     workdir_lib.write_or_check_config(self._workdir / "base", record, may_be_missing=missing)
 
   def folder(self, arm: Arm, seed: int) -> pathlib.Path:
-    """Where an arm's run of a seed lies: a run of these settings, whichever suite asked for it."""
+    """Returns the folder of an arm's run: one per settings and seed, whichever suite asks for it."""
     return self._workdir / "runs" / f"{arm.slug}_lr{self.learning_rate(arm):g}" / f"seed{seed}"
 
   def learning_rate(self, arm: Arm) -> float:
-    """The tuned one, or the base's."""
+    """Returns the tuned learning rate of an arm, or the base's."""
     return self._rates.get(arm.family.slug, self._base.learner.policy_optimizer.learning_rate)
 
-  def say_rates(self) -> None:
-    """Says which learning rates are taken, if an earlier command tuned some."""
+  def print_rates(self) -> None:
+    """Prints which learning rates are used, if an earlier command tuned some."""
     if self._rates:
       untuned = [arm.name for arm in self.suite.arms if arm.family.slug not in self._rates]
-      others = f"; that of the base for {', '.join(untuned)}" if untuned else ""
-      print(f"learning rates: those of {self._workdir / 'tuned.json'}{others}", flush=True)
+      others = f"; the base's for {', '.join(untuned)}" if untuned else ""
+      print(f"learning rates: from {self._workdir / 'tuned.json'}{others}", flush=True)
 
   def make_starts(self, seeds: Sequence[int]) -> None:
-    """The warm-started policies."""
+    """Trains the warm-started policy of each seed."""
     if self._base.warm_start.num_steps:
       tasks = [(self._start(seed), ["--seed", str(seed)], "done") for seed in seeds]
       self._run_all(tasks)
 
   def run(self, seeds: Sequence[int]) -> None:
-    """All arms and seeds; a seed's arms follow one another, so that comparisons exist early."""
+    """Runs all arms and seeds. All arms of a seed run before the next seed, so that comparisons exist early."""
     tasks = []
     for seed in seeds:
       for arm in self.suite.arms:
@@ -100,7 +101,7 @@ class Runner:
     self._run_all(tasks)
 
   def tune(self) -> None:
-    """Chooses each arm's learning rate: that with the most training success at the end of a short run."""
+    """Chooses the learning rate of each arm: the one with the most training success at the end of a short run."""
     path = self._workdir / "tuned.json"
     missing = {arm.family.slug: arm for arm in self.suite.arms if arm.family.slug not in self._rates}
     if not missing:
@@ -124,7 +125,7 @@ class Runner:
     path.write_text(json.dumps(self._rates, indent=2) + "\n", encoding="utf-8")
 
   def write_results(self, seeds: Sequence[int], command: str) -> None:
-    """CSV, table and plots of what there is."""
+    """Writes the CSV file, the table and the plots of the runs that have finished."""
     rows = results.collect(self.name, self.suite, self.folder, self.learning_rate, seeds)
     if rows:
       outcomes = tuning.collect(self.suite, self._workdir / "tuning")
@@ -141,10 +142,10 @@ class Runner:
     ]  # fmt: skip
 
   def _run_all(self, tasks: Sequence[tuple[pathlib.Path, list[str], str]]) -> None:
-    """Runs what has not ended yet.
+    """Runs the tasks that have not finished yet.
 
     Raises:
-      RunStoppedError: runs that failed, with the ends of their logs; the others have been run.
+      RunStoppedError: some runs failed; the message shows the ends of their logs. The others have finished.
     """
     waiting = [task for task in tasks if not (task[0] / task[2]).exists()]
     with concurrent.futures.ThreadPoolExecutor(self._jobs) as pool:
@@ -153,7 +154,7 @@ class Runner:
       raise RunStoppedError("\n".join(errors))
 
   def _run_one(self, folder: pathlib.Path, options: list[str], last: str) -> str | None:
-    """Runs one process, which ends by writing the file `last`; returns what went wrong."""
+    """Runs one process, which writes the file `last` when it finishes; returns an error message or None."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [
       sys.executable, "-m", "experiments.ablations.run_arm", f"--base={self._base_name}", f"--folder={folder}",
@@ -161,17 +162,15 @@ class Runner:
     ]  # fmt: skip
     environment = {
       **os.environ,
-      # Two processes on two cores: each keeps to its own.
+      # With one process per core, each process uses a single thread.
       "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip(),
-      # Arms share most of their programs, and seeds all of them.
-      "JAX_COMPILATION_CACHE_DIR": str(self._workdir / "compiled"),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+      # Arms share most of their compiled programs, and seeds share all of them.
+      **compilation.shared_cache(self._workdir / "compiled"),
     }
     log = folder / "log.txt"
     with open(log, "ab") as out:
       code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    # A run that a signal ended has the code 0, too, and says in its log that it goes on another time.
+    # A run that was stopped by a signal also exits with code 0; its log says that it can be continued.
     ended = code == 0 and (folder / last).exists()
     print(f"{'done' if ended else 'FAILED'}  {folder.relative_to(self._workdir)}", flush=True)
     if ended:
@@ -181,20 +180,20 @@ class Runner:
 
 
 def usable_cores() -> int:
-  """Cores that this process may use, which can be fewer than the machine has."""
+  """Returns the number of cores that this process may use, which can be fewer than the machine has."""
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def define_flags() -> None:
-  flags.DEFINE_enum("suite", None, sorted(suites.SUITES), "The comparison.")
-  flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of every arm.", lower_bound=1)
-  flags.DEFINE_string("workdir", None, "Where runs and results go.", required=True)
-  flags.DEFINE_string("base", None, "module:function of the run that all arms share; none: the suite's.")
-  flags.DEFINE_bool("quick", False, "A size of minutes, at which nothing is learned.")
-  flags.DEFINE_bool("tune", False, "Tune each arm's learning rate first.")
-  flags.DEFINE_bool("report", False, "Make the tables and plots of the workdir's CSV files anew.")
+  flags.DEFINE_enum("suite", None, sorted(suites.SUITES), "The comparison to run. Required without --report.")
+  flags.DEFINE_integer("seeds", 3, "The number of seeds of every arm. Seeds are 0, 1, ....", lower_bound=1)
+  flags.DEFINE_string("workdir", None, "The folder for runs and results.", required=True)
+  flags.DEFINE_string("base", None, "module:function of the run that all arms share. Defaults to the suite's.")
+  flags.DEFINE_bool("quick", False, "Uses a size that takes minutes, at which nothing is learned.")
+  flags.DEFINE_bool("tune", False, "Tunes the learning rate of each arm first.")
+  flags.DEFINE_bool("report", False, "Rebuilds the tables and plots from the workdir's CSV files and runs nothing.")
   flags.DEFINE_integer(
-    "jobs", usable_cores(), "Processes at a time; default: the cores this one may use.", lower_bound=1
+    "jobs", usable_cores(), "The number of processes at a time. Defaults to the available cores.", lower_bound=1
   )
 
 
@@ -203,7 +202,7 @@ def main(argv: Sequence[str]) -> None:
   options = flags.FLAGS
   workdir = pathlib.Path(options.workdir).absolute()
   if options.report:
-    print("made anew:", ", ".join(report.remake(workdir)))
+    print("rebuilt:", ", ".join(report.rebuild(workdir)))
     if (document := pathlib.Path("RESULTS.md")).exists():
       document.write_text(report.fill(document.read_text(encoding="utf-8"), workdir), encoding="utf-8")
     return
@@ -214,10 +213,10 @@ def main(argv: Sequence[str]) -> None:
   try:
     if options.tune:
       runner.tune()
-    runner.say_rates()
+    runner.print_rates()
     runner.make_starts(seeds)
     runner.run(seeds)
-  finally:  # what there is is worth a table, also after a failure
+  finally:  # after a failure, too: the finished runs are worth a table
     runner.write_results(seeds, shlex.join(["python", "-m", "experiments.ablate", *sys.argv[1:]]))
 
 

@@ -2,12 +2,14 @@
 
     python -m experiments.chaos --seed=0 --kills=20
 
-Kills fall at any time since the start of the process (imports, warm start and value pretraining included), during
-checkpoint writes, publications of weights, evaluations, and reads of checkpoints (the beginning of a resume); the line
-before the last counts into which of them they really fell. In `sync` and `lagged` a run that was killed must end with
-the same arrays, bit for bit, the same resume state and the same metrics rows as one that was left alone; in `async` no
-trajectory is trained twice, every episode is accounted for, and staleness is what the trajectories say. Exits 0 if all
-of that holds, and says so last.
+Some kills come at a random time after the start of the process, which includes imports, warm start and value
+pretraining. Others come during checkpoint writes, weight publications, evaluations, and reads of checkpoints (the
+beginning of a resume). The line before the last counts the operations that kills really interrupted.
+
+With the `sync` and `lagged` schedules, a killed run must end with the same arrays (bit for bit), the same resume state
+and the same metrics rows as an undisturbed run. With `async`, no trajectory may be trained on twice, every episode must
+be accounted for, and the reported staleness must match the trajectories. If all of this holds, the last line says so
+and the exit code is 0.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from experiments.support import chaos_run, command
+from experiments.support import chaos_run, command, compilation
 from sao_jax.io import jsonl
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.metrics import read_metrics
@@ -42,36 +44,31 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACES = ("time", *chaos_run.WINDOWS)
 SCHEDULES = ("sync", "lagged", "async")
 TIMES = frozenset({"time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds"})
-"""Metrics that are measured in seconds: the only ones that a killed run may differ in."""
+"""Metrics that depend on wall time: the only ones in which a killed run may differ."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-  """What a finished workdir holds, as far as it must not depend on kills."""
+  """The contents of a finished workdir that must not depend on kills."""
 
   rows: list[dict[str, Any]]
   evaluations: list[dict[str, Any]]
   arrays: dict[str, np.ndarray]
   host: dict[str, Any]
   ledger: dict[int, dict[str, Any]]
-  """By learner step: the batch that the step was last given (an earlier one went down with the process that had it)."""
+  """The last batch that each learner step was given. A kill can make a step start again with another batch."""
 
 
 def launch(
   workdir: pathlib.Path, schedule: str, num_steps: int, cache: pathlib.Path, *more: str
 ) -> subprocess.Popen[bytes]:
-  """Starts a run, or its resumption; what it prints goes to a `.log` beside the workdir."""
+  """Starts or resumes a run; its output is appended to a `.log` file beside the workdir."""
   chaos_run.windows_log(workdir).unlink(missing_ok=True)
   command = [
     sys.executable, "-m", "experiments.support.chaos_run", f"--workdir={workdir}", f"--schedule={schedule}",
     f"--num_steps={num_steps}", *more,
   ]  # fmt: skip
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_COMPILATION_CACHE_DIR": str(cache),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-  }
+  environment = os.environ | {"JAX_PLATFORMS": "cpu", **compilation.shared_cache(cache)}
   with open(workdir.with_suffix(".log"), "ab") as log:
     return subprocess.Popen(
       command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -79,15 +76,19 @@ def launch(
 
 
 def finish(workdir: pathlib.Path, schedule: str, num_steps: int, cache: pathlib.Path) -> float:
-  """Runs or resumes to the end; returns the seconds it took."""
+  """Runs or resumes a run to its end; returns the seconds that it took."""
   began = time.monotonic()
   if was_killed(launch(workdir, schedule, num_steps, cache), workdir):
-    raise RuntimeError(f"a {schedule} run was killed from outside.")
+    raise RuntimeError(f"a {schedule} run was killed by something other than this command.")
   return time.monotonic() - began
 
 
 def was_killed(process: subprocess.Popen[bytes], workdir: pathlib.Path) -> bool:
-  """Waits; True after SIGKILL, False after an orderly end; anything else is an error."""
+  """Waits for the process; returns True after SIGKILL and False after exit code 0.
+
+  Raises:
+    RuntimeError: any other exit code; the message shows the end of the log.
+  """
   code = process.wait()
   if code not in (0, -signal.SIGKILL):
     log = workdir.with_suffix(".log").read_text(errors="replace")
@@ -104,7 +105,7 @@ def kill_once(
   cache: pathlib.Path,
   rng: random.Random,
 ) -> bool:
-  """Starts or resumes a run and kills it; False if it ended by itself before its moment came."""
+  """Starts or resumes a run and kills it; returns False if it finished before it could be killed."""
   if place == "time":
     process = launch(workdir, schedule, num_steps, cache)
     try:
@@ -112,7 +113,7 @@ def kill_once(
     except subprocess.TimeoutExpired:
       process.kill()
     return was_killed(process, workdir)
-  # Calls that a process has for sure, or nearly so: the two stages' results and partial ones are restored, too.
+  # The number of calls that nearly every process reaches. Restores include those of the earlier stages' results.
   most = {"publication": num_steps // 2, "checkpoint": num_steps // 4, "evaluation": 1, "restore": 3}[place]
   occurrence, seed = rng.randint(1, most), rng.randrange(2**31)
   more = (f"--place={place}", f"--occurrence={occurrence}", f"--seed={seed}")
@@ -120,7 +121,7 @@ def kill_once(
 
 
 def read_outcome(workdir: pathlib.Path, schedule: config_lib.Schedule, num_steps: int) -> Outcome:
-  """Reads a finished workdir."""
+  """Reads the outcome from a finished workdir."""
   config = config_lib.to_json(chaos_run.make_config(schedule, num_steps=num_steps))
   with Checkpointer(workdir, config=config, read_only=True) as checkpointer:
     arrays, host = checkpointer.arrays(num_steps), checkpointer.host_state(num_steps)
@@ -130,21 +131,21 @@ def read_outcome(workdir: pathlib.Path, schedule: config_lib.Schedule, num_steps
 
 
 def audit_rows(outcome: Outcome, num_steps: int) -> list[str]:
-  """Every step has one row, the evaluations are there, and rows agree with the batches on staleness."""
+  """Checks that every step has one row, that evaluations are complete, and that staleness matches the batches."""
   faults = []
   if [row["step"] for row in outcome.rows] != list(range(1, num_steps + 1)):
-    faults.append(f"metrics rows of steps {[row['step'] for row in outcome.rows]}, wanted 1 to {num_steps} once each")
+    faults.append(f"metrics rows of steps {[row['step'] for row in outcome.rows]}; expected 1 to {num_steps} once each")
   if [row["step"] for row in outcome.evaluations] != [0, num_steps]:
-    faults.append(f"evaluations of steps {[row['step'] for row in outcome.evaluations]}, wanted 0 and {num_steps}")
+    faults.append(f"evaluations of steps {[row['step'] for row in outcome.evaluations]}; expected 0 and {num_steps}")
   for row in outcome.rows:
     staleness = outcome.ledger[row["step"]]["staleness"]
     if row["staleness_max"] != max(staleness) or abs(row["staleness_mean"] - np.mean(staleness)) > 1e-6:
-      faults.append(f"step {row['step']}: staleness {row['staleness_mean']} does not follow from {staleness}")
+      faults.append(f"step {row['step']}: staleness {row['staleness_mean']} does not match the batch's {staleness}")
   return faults
 
 
 def audit_same(outcome: Outcome, reference: Outcome) -> list[str]:
-  """Everything but times is as in the run that was left alone."""
+  """Checks that everything but wall times equals the undisturbed run."""
   faults = []
   for name in sorted(outcome.arrays.keys() | reference.arrays.keys()):
     a, b = outcome.arrays.get(name), reference.arrays.get(name)
@@ -163,7 +164,7 @@ def audit_same(outcome: Outcome, reference: Outcome) -> list[str]:
 
 
 def audit_episodes(outcome: Outcome, *, max_staleness: int) -> list[str]:
-  """No episode is trained on twice; each that was started is trained on, waiting, to be run again, or counted."""
+  """Checks that no episode was trained on twice, and that each was trained on, waits, will be run again, or failed."""
   faults = []
   trained = [episode for entry in outcome.ledger.values() for episode in entry["episodes"]]
   if twice := [episode for episode, count in collections.Counter(trained).items() if count > 1]:
@@ -172,17 +173,17 @@ def audit_episodes(outcome: Outcome, *, max_staleness: int) -> list[str]:
   requests, counts = outcome.host["schedule"]["requests"], outcome.host["schedule"]["queue"]
   known = set(trained) | waiting | set(requests["again"])
   if overlap := set(trained) & (waiting | set(requests["again"])):
-    faults.append(f"episodes {sorted(overlap)} were trained on and would be again")
+    faults.append(f"episodes {sorted(overlap)} were trained on and would be trained on again")
   lost = requests["cursor"] - len(known)
   counted = counts["dropped_stale"] + counts["dropped_incomplete_group"] + counts["failed"]
   if lost != counted:
-    faults.append(f"{lost} of {requests['cursor']} episodes are gone, {counted} are counted as dropped or failed")
+    faults.append(f"{lost} of {requests['cursor']} episodes are missing; {counted} are counted as dropped or failed")
   if (stale := max(max(entry["staleness"]) for entry in outcome.ledger.values())) > max_staleness:
-    faults.append(f"staleness {stale} is more than {max_staleness}")
+    faults.append(f"staleness {stale} is above {max_staleness}")
   return faults
 
 
-def torment(
+def kill_and_audit(
   schedule: config_lib.Schedule,
   places: Sequence[str],
   num_steps: int,
@@ -190,8 +191,10 @@ def torment(
   rng: random.Random,
   inside: collections.Counter[str],
 ) -> list[str]:
-  """Runs one schedule with a kill per entry of `places`; returns what was found wrong, and counts in `inside` what the
-  kills fell into."""
+  """Runs one schedule with one kill per entry of `places`; returns the faults found.
+
+  Counts the operations that the kills interrupted in `inside`.
+  """
   cache = scratch / "cache"
   reference_dir = scratch / f"{schedule}-reference"
   seconds = finish(reference_dir, schedule, num_steps, cache)
@@ -208,7 +211,7 @@ def torment(
       killed.append(waiting.popleft())
       where = chaos_run.killed_inside(workdir)
       inside.update(where)
-      print(f"  {schedule}: killed ({killed[-1]}), inside: {', '.join(where) or 'neither'}", flush=True)
+      print(f"  {schedule}: killed ({killed[-1]}), during: {', '.join(where) or 'no such operation'}", flush=True)
     finish(workdir, schedule, num_steps, cache)
     outcome = read_outcome(workdir, schedule, num_steps)
     found = _audit(schedule, outcome, reference, num_steps)
@@ -230,7 +233,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def plan(kills: int, schedules: Sequence[str], rng: random.Random) -> Mapping[str, list[str]]:
-  """Deals kills out: each schedule gets its share, in each the kinds take turns in random order."""
+  """Distributes kills evenly over schedules; within each, the kinds of kills take turns in random order."""
   shares: dict[str, list[str]] = {schedule: [] for schedule in schedules}
   places = list(PLACES)
   rng.shuffle(places)
@@ -240,16 +243,16 @@ def plan(kills: int, schedules: Sequence[str], rng: random.Random) -> Mapping[st
 
 
 def define_flags() -> None:
-  flags.DEFINE_integer("seed", 0, "Decides when and where to kill.")
-  flags.DEFINE_integer("kills", 20, "Kills in all.", lower_bound=1)
-  flags.DEFINE_integer("num_steps", 12, "Learner steps of each run.", lower_bound=4)
-  flags.DEFINE_list("schedules", list(SCHEDULES), "Schedules to torment.")
+  flags.DEFINE_integer("seed", 0, "The seed of the times and places of kills.")
+  flags.DEFINE_integer("kills", 20, "The total number of kills.", lower_bound=1)
+  flags.DEFINE_integer("num_steps", 12, "The number of learner steps of each run.", lower_bound=4)
+  flags.DEFINE_list("schedules", list(SCHEDULES), "The schedules to test.")
 
 
 def main(argv: Sequence[str]) -> None:
   del argv
   logging.set_verbosity(logging.ERROR)
-  jax.config.update("jax_platforms", "cpu")  # like the runs: the audit needs no accelerator
+  jax.config.update("jax_platforms", "cpu")  # as in the runs: the audit needs no accelerator
   options = flags.FLAGS
   if not options.schedules or not set(options.schedules) <= set(SCHEDULES):
     raise app.UsageError(f"--schedules must be some of {', '.join(SCHEDULES)}; received {options.schedules}.")
@@ -261,7 +264,7 @@ def main(argv: Sequence[str]) -> None:
     for schedule, places in shares.items():
       print(f"{schedule}: {len(places)} kills ({', '.join(places)})", flush=True)
       if places:
-        faults += torment(schedule, places, options.num_steps, pathlib.Path(scratch), rng, inside)
+        faults += kill_and_audit(schedule, places, options.num_steps, pathlib.Path(scratch), rng, inside)
   if faults:
     print("\n".join(faults))
     sys.exit(f"chaos: {len(faults)} faults after {options.kills} kills (seed {options.seed})")

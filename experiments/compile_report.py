@@ -1,15 +1,15 @@
-"""What a model needs on a mesh, without weights and without the devices: `python -m experiments.compile_report`.
+"""Memory and compute of a model on a mesh, without weights or devices: `python -m experiments.compile_report`.
 
-Lowers and compiles the policy step, the critic step and the decode step from shapes, and prints memory per device,
-FLOPs, bytes moved, collectives, and what the critic's frozen attention saves. With the `libtpu` package it compiles for
-a real TPU topology on any machine:
+Lowers and compiles the policy step, the critic step and the decode step from shapes. Prints memory per device, FLOPs,
+bytes moved, collectives, and the savings of the critic's frozen attention. With the `libtpu` package, any machine can
+compile for a real TPU topology:
 
     python -m experiments.compile_report --model=qwen3_30b_a3b --mesh=fsdp=8,context=8 --seq=131072 --topology=v5p:4x4x4
 
-Deep models are compiled at two small depths and extrapolated in the number of layers: a first look. The compiler works
-on several layers at once while there is memory for it, so that what a few layers take tells little about many;
-`--exact` compiles all of them, and `--memory_only` makes that affordable, because it stops the compiler before it
-generates a TPU's code. What is resident is computed from shapes, at full depth, in either case.
+Deep models are compiled at two small depths and extrapolated in the number of layers. This is a rough estimate: while
+memory allows, the compiler overlaps several layers, so a few layers say little about many. `--exact` compiles all
+layers. `--memory_only` makes that affordable, because it stops the compiler before it generates TPU code. Resident
+memory is always computed from shapes at full depth.
 """
 
 from __future__ import annotations
@@ -36,35 +36,41 @@ from sao_jax.parallel.axes import AXES, ROWS, axes_in_use, check_split
 
 PROGRAMS = ("policy", "critic", "decode")
 _HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
-"""What the compiler grants a program on one chip, as its out-of-memory errors say."""
+"""Memory that the compiler grants a program on one chip, as stated in its out-of-memory errors."""
 _EXACT_UP_TO = 8
 
-_MODEL = flags.DEFINE_enum("model", "qwen3_0p6b", sorted(MODELS), "Architecture.")
-_MESH = flags.DEFINE_string("mesh", "fsdp=8", "Axes and sizes, e.g. fsdp=8,context=4; with --topology, one may be -1.")
-_SEQ = flags.DEFINE_integer("seq", 4096, "Tokens of a row, and of a slot's cache.", lower_bound=2)
-_ROWS = flags.DEFINE_integer(
-  "rows", None, "Rows of a microbatch. Default: one for each way that the mesh splits rows.", lower_bound=1
+_MODEL = flags.DEFINE_enum("model", "qwen3_0p6b", sorted(MODELS), "The architecture.")
+_MESH = flags.DEFINE_string(
+  "mesh", "fsdp=8", "Axes and their sizes, such as fsdp=8,context=4. With --topology, one size may be -1."
 )
-_SLOTS = flags.DEFINE_integer("slots", None, "Slots of the decode step. Default: as many as rows.", lower_bound=1)
-_TOPOLOGY = flags.DEFINE_string("topology", None, "TPU to compile for, e.g. v5p:4x4x4 or v6e:8x8 (needs libtpu).")
-_PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), f"Which of {', '.join(PROGRAMS)} to compile.")
-_ATTENTION = flags.DEFINE_string("attention", "auto", "attention_impl.")
-_MOE = flags.DEFINE_string("moe", "auto", "moe_impl.")
-_REMAT = flags.DEFINE_string("remat", "full", "What a layer's backward pass recomputes.")
-_EXACT = flags.DEFINE_bool("exact", False, "Compile all layers rather than extrapolate.")
-_MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Stop before code is generated, with --topology: no FLOPs.")
-_FROZEN = flags.DEFINE_list("frozen", ["attention"], "Frozen parts of the critic.")
-_CHUNK = flags.DEFINE_integer("logprob_chunk", 1024, "Tokens whose logits are held at once, by each device.")
+_SEQ = flags.DEFINE_integer("seq", 4096, "The number of tokens of a row and of a slot's cache.", lower_bound=2)
+_ROWS = flags.DEFINE_integer(
+  "rows", None, "The number of rows of a microbatch. Defaults to one per shard of the rows.", lower_bound=1
+)
+_SLOTS = flags.DEFINE_integer("slots", None, "The slots of the decode step. Defaults to --rows.", lower_bound=1)
+_TOPOLOGY = flags.DEFINE_string(
+  "topology", None, "The TPU topology to compile for, such as v5p:4x4x4 or v6e:8x8. Needs libtpu."
+)
+_PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), f"The programs to compile, out of {', '.join(PROGRAMS)}.")
+_ATTENTION = flags.DEFINE_string("attention", "auto", "The model's attention_impl.")
+_MOE = flags.DEFINE_string("moe", "auto", "The model's moe_impl.")
+_REMAT = flags.DEFINE_string("remat", "full", "The model's remat: what the backward pass of a layer recomputes.")
+_EXACT = flags.DEFINE_bool("exact", False, "Compiles all layers instead of extrapolating.")
+_MEMORY_ONLY = flags.DEFINE_bool(
+  "memory_only", False, "Stops before code generation, so that no FLOPs are reported. Needs --topology."
+)
+_FROZEN = flags.DEFINE_list("frozen", ["attention"], "The frozen components of the critic.")
+_CHUNK = flags.DEFINE_integer("logprob_chunk", 1024, "The number of tokens per device whose logits exist at a time.")
 
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  sys.stdout.reconfigure(line_buffering=True)  # Each program takes minutes: show what is known, through pipes too.
+  sys.stdout.reconfigure(line_buffering=True)  # each program takes minutes: show results at once, through pipes too
   unknown = set(_PROGRAMS.value) - set(PROGRAMS)
   if unknown:
     raise app.UsageError(f"--programs must name some of {', '.join(PROGRAMS)}; received {', '.join(sorted(unknown))}.")
   if _MEMORY_ONLY.value and _TOPOLOGY.value is None:
-    raise app.UsageError("--memory_only needs a --topology: for CPU devices the whole compiler takes seconds.")
+    raise app.UsageError("--memory_only needs --topology: for CPU devices, the whole compilation takes seconds.")
   mesh = build_mesh(parse_mesh(_MESH.value), _TOPOLOGY.value)
   model = build_model()
   rows = _ROWS.value or math.prod(mesh.shape[axis] for axis in ROWS)
@@ -86,16 +92,16 @@ def main(argv: Sequence[str]) -> None:
 
 
 def check_splits(load: aot.Workload, mesh: Mesh) -> None:
-  """Refuses sizes that the mesh cannot split, before anything is compiled: that takes minutes."""
+  """Rejects sizes that the mesh cannot split before the compilation, which takes minutes."""
   for name, axes in (("rows", ROWS), ("slots", ROWS), ("seq", ("context",))):
     check_split(mesh, f"--{name}", getattr(load, name), *axes)
 
 
 def build_mesh(config: MeshConfig, topology: str | None) -> Mesh:
-  """A mesh of the topology's devices, or of as many virtual CPU devices as the axes multiply to."""
+  """Makes a mesh of the topology's devices, or of as many virtual CPU devices as the axis sizes multiply to."""
   jax.config.update("jax_platforms", "cpu")
   if topology is not None:
-    # There is no TPU to ask about itself, and none that only one process may hold.
+    # libtpu must not look for a TPU on this machine, nor lock one for this process.
     quiet = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     for name, value in quiet.items():
       os.environ.setdefault(name, value)
@@ -105,11 +111,11 @@ def build_mesh(config: MeshConfig, topology: str | None) -> Mesh:
       description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except Exception as error:
       raise ValueError(
-        f"--topology={topology} needs libtpu (pip install -e '.[tpu]') and a name that it knows: {error}"
+        f"--topology={topology} needs libtpu (pip install -e '.[tpu]') and a topology that it knows: {error}"
       ) from error
     return make_mesh(config, description.devices)
   if -1 in config.axes().values():
-    raise ValueError(f"--mesh must give every size where there is no --topology; received {_MESH.value!r}.")
+    raise ValueError(f"--mesh must give every size without --topology; received {_MESH.value!r}.")
   jax.config.update("jax_num_cpu_devices", math.prod(config.axes().values()))
   return make_mesh(config)
 
@@ -121,7 +127,7 @@ def build_model() -> ModelConfig:
 
 
 def report_resident(model: ModelConfig, learner: LearnerConfig, mesh: Mesh) -> int:
-  """Weights and optimizer states by the rules, and what freezing leaves out; returns the bytes per device."""
+  """Prints weights, optimizer states and what freezing saves; returns the bytes per device, by the sharding rules."""
   state = aot.state_shapes(model, learner)
   print(f"\n{'resident':<22}{'total':>12}{'per device':>12}")
   parts = ("policy", "policy_opt", "critic", "critic_opt")
@@ -143,13 +149,13 @@ def report_resident(model: ModelConfig, learner: LearnerConfig, mesh: Mesh) -> i
 
 
 def report_run(state: int, programs: Mapping[str, aot.Program]) -> None:
-  """What a run holds at once: both models, the larger update's temporaries, the engine's copy and its caches."""
+  """Prints what a run holds at once: both models, the larger update's temporaries, the engine's weights and caches."""
   update = max(programs[name].temporaries for name in ("policy", "critic"))
   engine = programs["decode"].arguments + programs["decode"].temporaries
   total = state + update + engine
   print(
-    f"\na whole run{_verdict(total)}\n  per device: learner's state {readable(state)}, an update's temporaries "
-    f"{readable(update)}, engine {readable(engine)}, together {readable(total)}"
+    f"\nwhole run{_verdict(total)}\n  per device: learner state {readable(state)}, update temporaries "
+    f"{readable(update)}, engine {readable(engine)}, in total {readable(total)}"
   )
 
 
@@ -162,7 +168,7 @@ def _verdict(size: float) -> str:
 def report_program(
   name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload
 ) -> aot.Program | None:
-  """Compiles one program and prints its figures; None if the compiler refuses it for its size."""
+  """Compiles one program and prints its figures; returns None if it does not fit into memory."""
   start = time.monotonic()
   try:
     program, how = compile_at_depth(functools.partial(_compile, name, learner, mesh, load), model)
@@ -178,16 +184,16 @@ def report_program(
   )
   if not _MEMORY_ONLY.value:
     moved = readable(program.bytes_moved)
-    print(f"  {program.flops / 1e12:.3f} TFLOP, {moved} moved (kernels and repeated loop trips not counted)")
+    print(f"  {program.flops / 1e12:.3f} TFLOP, {moved} moved (without kernels; each loop body counted once)")
   for kind, traffic in program.collectives.items():
-    print(f"  {kind:<20}{traffic.count:>8} x  {readable(traffic.bytes):>12} in all")
+    print(f"  {kind:<20}{traffic.count:>8} x  {readable(traffic.bytes):>12} in total")
   return program
 
 
 def compile_at_depth(
   compile_model: Callable[[ModelConfig], aot.Program], model: ModelConfig
 ) -> tuple[aot.Program, str]:
-  """Compiles all layers, or two depths that hold a dense and some sparse layers and extrapolates."""
+  """Compiles all layers, or two depths with a dense and some sparse layers and extrapolates from them."""
   if _EXACT.value or model.num_layers <= _EXACT_UP_TO:
     return compile_model(model), f"{model.num_layers} layers compiled"
   shallow, deep = model.first_dense_layers + 1, model.first_dense_layers + 3
@@ -207,7 +213,7 @@ def _compile(name: str, learner: LearnerConfig, mesh: Mesh, load: aot.Workload, 
 def _lower_anew(
   name: str, model: ModelConfig, learner: LearnerConfig, axes: str, topology: str, load: aot.Workload
 ) -> jax.stages.Lowered:
-  """`_lower` where no mesh exists yet."""
+  """Calls `_lower` in a process that has no mesh yet."""
   return _lower(name, model, learner, build_mesh(parse_mesh(axes), topology), load)
 
 
@@ -220,7 +226,7 @@ def _lower(name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, lo
 
 
 def readable(size: float) -> str:
-  """Readable bytes, in powers of 1,000 as memory limits are stated."""
+  """Formats bytes in powers of 1,000, the unit in which memory limits are stated."""
   for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
     if abs(size) >= scale:
       return f"{size / scale:.2f} {unit}"

@@ -4,15 +4,16 @@
     python -m experiments.evaluate --checkpoint=DIR --benchmark=AIME2025 --data=aime2025.jsonl --out=results/aime
     python -m experiments.evaluate --checkpoint=MODEL.gguf --benchmark=reasoning_gym:chain_sum --max_len=256 --notool
 
-The first takes the newest checkpoint of a run and that run's own tasks. The others take a Hugging Face directory or a
-GGUF file, its chat template, and a benchmark (`experiments.support.benchmark_sets`), under the paper's settings:
-temperature 1, top-p 1, up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs. Answers are graded by
-math-verify.
+The first command evaluates the newest checkpoint of a run on that run's own tasks. The others evaluate a Hugging Face
+directory or a GGUF file with its chat template on a benchmark (`experiments.support.benchmark_sets`). Their defaults
+are the paper's settings: temperature 1, top-p 1, up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs.
+math-verify grades the answers.
 
-Every sample is written to `OUT/samples.jsonl` as it ends; the same command goes on where it was stopped, with the same
-samples as if it had not been, and refuses a checkpoint or problems that have changed since. Episodes of all runs are
-decoded together, `--num_slots` at a time. The interval is over problems: `evaluation.interval_over_problems`. A problem
-that a file holds twice counts twice, with a warning; an empty answer is refused.
+Every sample is written to `OUT/samples.jsonl` when it ends. The same command continues where it was stopped, with the
+same samples as without the interruption. It refuses to continue if the checkpoint or the problems have changed.
+Episodes of all runs are decoded together, `--num_slots` at a time. The interval is over problems; see
+`evaluation.interval_over_problems`. A problem that occurs twice in a file counts twice, with a warning. An empty
+reference answer is an error.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ from sao_jax.utils import process_exit
 
 
 def define_flags() -> None:
-  flags.DEFINE_string("workdir", None, "Folder of a run.")
-  flags.DEFINE_integer("episodes", None, "Held-out episodes; default: the run's eval_episodes.", lower_bound=1)
-  flags.DEFINE_string("samples", None, "With --workdir: append every trajectory to this JSONL file.")
-  flags.DEFINE_string("checkpoint", None, "A Hugging Face directory or a GGUF file.")
+  flags.DEFINE_string("workdir", None, "The folder of a run to evaluate.")
+  flags.DEFINE_integer("episodes", None, "The number of held-out episodes. Defaults to eval_episodes.", lower_bound=1)
+  flags.DEFINE_string("samples", None, "With --workdir, appends every trajectory to this JSONL file.")
+  flags.DEFINE_string("checkpoint", None, "The Hugging Face directory or GGUF file to evaluate.")
   flags.DEFINE_string("benchmark", None, f"One of {', '.join(benchmark_sets.BENCHMARKS)}, or reasoning_gym:TASK.")
-  flags.DEFINE_string("data", None, "JSONL file of the benchmark, with its published fields.")
-  flags.DEFINE_string("out", None, "Folder for samples and result.")
-  flags.DEFINE_integer("num_runs", None, "Runs over all problems; default: the paper's.", lower_bound=1)
-  flags.DEFINE_integer("num_tasks", 100, "Problems of a reasoning-gym set.", lower_bound=1)
-  flags.DEFINE_string("settings", "{}", "A reasoning-gym set's own settings, as a Python dictionary.")
-  flags.DEFINE_integer("max_turns", 50, "Actions per episode.", lower_bound=1)
-  flags.DEFINE_integer("max_len", 131_072, "Tokens per episode.", lower_bound=2)
-  flags.DEFINE_integer("max_action_tokens", None, "Tokens per action; default: as many as fit.", lower_bound=1)
-  flags.DEFINE_float("temperature", 1.0, "Sampling temperature.")
-  flags.DEFINE_float("top_p", 1.0, "Mass of the nucleus that is sampled from.")
-  flags.DEFINE_bool("tool", True, "Offer Python as a tool.")
-  flags.DEFINE_integer("num_slots", 16, "Episodes decoded at once.", lower_bound=1)
-  flags.DEFINE_enum("dtype", None, models.config.DTYPES, "Of the computation; default: the checkpoint's.")
+  flags.DEFINE_string("data", None, "The JSONL file of the benchmark, with its published fields.")
+  flags.DEFINE_string("out", None, "The folder for samples and the result.")
+  flags.DEFINE_integer("num_runs", None, "The number of runs. Defaults to the paper's.", lower_bound=1)
+  flags.DEFINE_integer("num_tasks", 100, "The number of problems of a reasoning-gym task.", lower_bound=1)
+  flags.DEFINE_string("settings", "{}", "The settings of a reasoning-gym task, as a Python dictionary.")
+  flags.DEFINE_integer("max_turns", 50, "The maximum number of actions per episode.", lower_bound=1)
+  flags.DEFINE_integer("max_len", 131_072, "The maximum number of tokens per episode.", lower_bound=2)
+  flags.DEFINE_integer("max_action_tokens", None, "The maximum tokens per action. Unlimited by default.", lower_bound=1)
+  flags.DEFINE_float("temperature", 1.0, "The sampling temperature.")
+  flags.DEFINE_float("top_p", 1.0, "The probability mass of nucleus sampling.")
+  flags.DEFINE_bool("tool", True, "Offers Python as a tool.")
+  flags.DEFINE_integer("num_slots", 16, "The number of episodes decoded at a time.", lower_bound=1)
+  flags.DEFINE_enum("dtype", None, models.config.DTYPES, "The dtype of computation. Defaults to the checkpoint's.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -77,26 +78,26 @@ def main(argv: Sequence[str]) -> None:
 
 
 OF_RUNS = ("episodes", "samples")
-"""Flags that mean something with --workdir only."""
+"""Flags that apply only with --workdir."""
 OF_BENCHMARKS = (
   "benchmark", "data", "out", "num_runs", "num_tasks", "settings", "max_turns", "max_len", "max_action_tokens",
   "temperature", "top_p", "tool", "num_slots", "dtype",
 )  # fmt: skip
-"""Flags that mean something with --checkpoint only: a run is evaluated on its own tasks, with its own settings."""
+"""Flags that apply only with --checkpoint; a run is evaluated on its own tasks with its own settings."""
 
 
 def check(options: Any, given: Sequence[str]) -> None:
-  """Refuses flags that do not go together.
+  """Checks that the given flags go together.
 
   Args:
     options: an object with the flags as attributes.
-    given: names of those that were given.
+    given: names of the flags on the command line.
 
   Raises:
-    UsageError: they do not.
+    UsageError: the flags do not go together.
   """
   if (options.workdir is None) == (options.checkpoint is None):
-    raise app.UsageError("one of --workdir and --checkpoint is required.")
+    raise app.UsageError("exactly one of --workdir and --checkpoint is required.")
   of, others = ("checkpoint", OF_BENCHMARKS) if options.checkpoint is None else ("workdir", OF_RUNS)
   if wrong := [name for name in given if name in others]:
     raise app.UsageError(f"--{wrong[0]} needs --{of}: a run is evaluated on its own tasks, with its own settings.")
@@ -110,10 +111,10 @@ def check(options: Any, given: Sequence[str]) -> None:
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-  """The dictionary that `--settings` holds.
+  """Parses the dictionary in `--settings`.
 
   Raises:
-    UsageError: it is none.
+    UsageError: the text is not a dictionary.
   """
   settings = config_flags.parse_mapping(text)
   if settings is None:
@@ -146,20 +147,20 @@ def evaluate_run(workdir: pathlib.Path, episodes: int | None, samples: str | Non
 
 
 def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
-  """Runs what is missing of a benchmark, and writes `OUT/result.json`.
+  """Runs the missing episodes of a benchmark and writes `OUT/result.json`.
 
   Args:
     options: an object with the flags as attributes.
 
   Raises:
-    ValueError: a setting that the benchmark or the engine refuses, or a folder that holds another evaluation.
+    ValueError: the benchmark or the engine rejects a setting, or the folder holds another evaluation.
     TooManyFailuresError: every episode failed; nothing is written.
   """
   out = pathlib.Path(options.out)
   num_runs = options.num_runs or benchmark_sets.default_runs(options.benchmark)
   model, params = load(options.checkpoint, options.dtype)
   config = benchmark_config(options, model)
-  # Before anything is written: what is wrong with the problems can be mended, and the same command given again.
+  # Before anything is written: the user can correct the problems and give the same command again.
   domain = make_domain(config)
   out.mkdir(parents=True, exist_ok=True)
   with contextlib.closing(domain), workdir_lib.WorkdirLock(out):
@@ -168,7 +169,7 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
     missing = {"inputs", *config_lib.comparison(config)["may_be_missing"]}
     workdir_lib.write_or_check_config(out, record, may_differ=("engine.num_slots",), may_be_missing=missing)
     samples = out / "samples.jsonl"
-    cut_after_step(samples, 0)  # of a kill there may be half a line at the end
+    cut_after_step(samples, 0)  # a kill may have left half a line at the end
     known = trajectory_io.read(samples) if samples.exists() else []
     with Components(config, domain) as parts:
       weights = parts.placement.for_engine(parts.placement.put(params))
@@ -181,7 +182,7 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
       finally:
         file.close()
       if result.failed == num_runs * result.num_problems:
-        (out / "config.json").unlink()  # There are no samples that other settings would not fit.
+        (out / "config.json").unlink()  # without samples, other settings are fine the next time
         raise all_failed(result.failed, parts)
   row = {"benchmark": options.benchmark, "checkpoint": options.checkpoint, **dataclasses.asdict(result)}
   (out / "result.json").write_text(json.dumps(row, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -189,14 +190,14 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
 
 
 def load(checkpoint: str, dtype: str | None) -> tuple[models.ModelConfig, Params]:
-  """A checkpoint's model and parameters."""
+  """Loads a checkpoint; returns its model config and parameters."""
   path = pathlib.Path(checkpoint)
   kind = {} if dtype is None else {"dtype": dtype, "param_dtype": dtype}
   return models.load_gguf(path, **kind) if path.suffix == ".gguf" else models.load_hf(path, **kind)
 
 
 def benchmark_config(options: Any, model: models.ModelConfig) -> RunConfig:
-  """What is evaluated, and how, as the config of a run without steps."""
+  """Makes the config of the evaluation: a run without steps."""
   max_len = options.max_len
   prefill = sorted({min(size, max_len) for size in (64, 512)})
   return RunConfig(
@@ -229,24 +230,24 @@ def benchmark_config(options: Any, model: models.ModelConfig) -> RunConfig:
 
 
 def describe(result: evaluation.PassAtOne) -> str:
-  """The result in a line."""
+  """Formats the result in one line."""
   return (
     f"pass@1 {result.mean:.3f} (95 % interval over problems {result.low:.3f} to {result.high:.3f}), mean of "
-    f"{result.num_runs} runs of {result.num_problems} problems (least {min(result.by_run):.3f}, greatest "
+    f"{result.num_runs} runs of {result.num_problems} problems (lowest {min(result.by_run):.3f}, highest "
     f"{max(result.by_run):.3f}), {result.turns_mean:.2f} turns, {result.truncated} truncated, {result.failed} failed"
   )
 
 
 def all_failed(count: int, parts: Components) -> TooManyFailuresError:
-  """The error that says of what kinds the failures were."""
+  """Makes the error for an evaluation without a successful episode, with the kinds of failures."""
   kinds = ", ".join(f"{kind} ({n})" for kind, n in parts.rollouts.counters()["failed_by_kind"].items())
   return TooManyFailuresError(
-    f"all {count} episodes failed, so nothing was measured: {kinds}; the first of each is told above."
+    f"all {count} episodes failed, so nothing was measured: {kinds}; the first of each kind is logged above."
   )
 
 
 def restore_policy(parts: Components, workdir: pathlib.Path) -> tuple[int, Params]:
-  """The policy of the newest checkpoint, and its step.
+  """Restores the policy of the newest checkpoint; returns its step and parameters.
 
   Raises:
     ValueError: the workdir holds no checkpoint.

@@ -3,10 +3,10 @@
     python -m experiments.online_styles --workdir=runs/styles --algorithm=sao
     python -m experiments.online_styles --workdir=runs/llm --judge_url=http://localhost:8000/v1 --judge_model=NAME
 
-One run: SAO, or `--algorithm=global_running_mean` (window 128). The embedded judge reads the answers by rules; with
-`--judge_url` any model behind an OpenAI-compatible endpoint does; `--judge_key_variable=OPENAI_API_KEY` names the
-environment variable that holds its key, where it needs one. The comparison of both arms over seeds, with plots, is
-`python -m experiments.ablate --suite=online`.
+This command makes one run: SAO, or `--algorithm=global_running_mean` (window 128). By default the embedded judge grades
+answers by rules. `--judge_url` uses any model behind an OpenAI-compatible endpoint instead; if it needs a key,
+`--judge_key_variable=OPENAI_API_KEY` names the environment variable that holds it. To compare both arms over seeds,
+with plots, use `python -m experiments.ablate --suite=online`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from sao_jax.training.signals import Interrupted
 
 
 def define_flags() -> None:
-  flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
-  flags.DEFINE_enum("algorithm", "sao", ["sao", "global_running_mean"], "The arm.")
-  flags.DEFINE_integer("seed", 0, "Of everything.")
-  flags.DEFINE_integer("phase_steps", online_cpu.PHASE_STEPS, "Learner steps between changes.", lower_bound=1)
-  flags.DEFINE_integer("warm_start_steps", None, "Supervised updates; none: the preset's.", lower_bound=1)
-  flags.DEFINE_string("judge_url", None, "An OpenAI-compatible endpoint; none: the embedded judge.")
-  flags.DEFINE_string("judge_model", "", "The judge's name there.")
-  flags.DEFINE_string("judge_key_variable", None, "Environment variable with the judge's key; none: no key is sent.")
+  flags.DEFINE_string("workdir", None, "The folder of the run.", required=True)
+  flags.DEFINE_enum("algorithm", "sao", ["sao", "global_running_mean"], "The training algorithm.")
+  flags.DEFINE_integer("seed", 0, "The seed of the run.")
+  flags.DEFINE_integer(
+    "phase_steps", online_cpu.PHASE_STEPS, "The number of learner steps between changes of the style.", lower_bound=1
+  )
+  flags.DEFINE_integer("warm_start_steps", None, "The supervised updates. Defaults to the preset's.", lower_bound=1)
+  flags.DEFINE_string("judge_url", None, "The OpenAI-compatible endpoint of a judge. Defaults to the embedded judge.")
+  flags.DEFINE_string("judge_model", "", "The name of the judge's model at the endpoint.")
+  flags.DEFINE_string("judge_key_variable", None, "The environment variable with the judge's key. Defaults to no key.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     base = dataclasses.replace(
       base, warm_start=dataclasses.replace(base.warm_start, num_steps=options.warm_start_steps)
     )
-  if options.judge_url is not None:  # a request per answer: ask for many at a time
+  if options.judge_url is not None:  # each answer is one request: keep many in flight
     base = dataclasses.replace(base, engine=dataclasses.replace(base.engine, env_workers=64, wait_for_env=True))
   arm = next(arm for arm in suites.SUITES["online"].arms if arm.algorithm == options.algorithm)
   workdir = pathlib.Path(options.workdir)
@@ -62,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
   try:
     train(suites.arm_config(base, arm, seed=options.seed, start=None), workdir, console=console)
   except Interrupted:
-    console.print("Stopped by a signal; the same command begins RL anew.")
+    console.print("Stopped by a signal. The same command starts RL from the beginning.")
     return
   print("step  preferred   " + "  ".join(f"{style:>10}" for style in STYLES))
   for row in read_metrics(workdir)[1]:

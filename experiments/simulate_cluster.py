@@ -1,12 +1,12 @@
-"""Plans a cluster before it is built: throughput, utilisation and staleness by schedule, and the best split of chips.
+"""Predicts the throughput, utilisation and staleness of a cluster by schedule, and the best split of its chips.
 
-    python -m experiments.simulate_cluster                             # the paper's setting, see PAPER
+    python -m experiments.simulate_cluster                             # the paper's setting; see PAPER
     python -m experiments.simulate_cluster --trajectories=runs/x/trajectories.jsonl --slots=32 --token_s=0.004
 
-Prints a row per schedule, then the best split of `--chips`, then one JSON object on the last line. With `--plots=DIR`
-it also draws the speed-up against the number of engines, and utilisation and staleness. Lengths, latencies and speeds
-of the paper's setting are assumptions (the paper gives limits, 128k tokens and 300 turns, not distributions): read
-trends, not digits.
+Prints a row per schedule, the best split of `--chips`, and one JSON object on the last line. `--plots=DIR` also draws
+the speed-up against the number of engines, and utilisation and staleness. The paper gives limits (128k tokens and 300
+turns) but no distributions, so the lengths, latencies and speeds of its setting are assumptions. Rely on the trends,
+not on exact figures.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PAPER_WORKLOAD = Distributions(
   max_turns=300,
   max_tokens=131_072,
 )
-"""A coding agent: some 25k action tokens in 75 turns, tools of 4 s on average with a long tail (assumed)."""
+"""A coding agent (assumed): about 25k action tokens in 75 turns; tools take 4 s on average, with a long tail."""
 
 PAPER = ClusterConfig(
   num_engines=16, slots=16, token_s=0.02, turn_s=0.15, batch_size=128, group_size=8, train_s=20.0, train_token_s=2.5e-5,
   transfer_s=4.0, max_staleness=8,
 )  # fmt: skip
-"""16 engines of 16 slots at 50 tokens/s per slot, a trainer of some 100 s per step (assumed)."""
+"""16 engines of 16 slots at 50 tokens/s per slot, and a trainer of about 100 s per step (assumed)."""
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
   "sync": {"schedule": "sync"},
@@ -49,7 +49,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
   "async": {"schedule": "async", "in_flight": False},
   "async_in_flight": {"schedule": "async"},
 }
-"""The schedules compared: what each changes in a cluster."""
+"""The schedules to compare, as changes to a cluster."""
 
 COLORS: Mapping[str, str] = {
   "sync": plots.GREY,
@@ -62,7 +62,7 @@ COLORS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
-  """A way to divide chips between trainer and engines."""
+  """A division of chips between trainer and engines."""
 
   trainer_chips: int
   num_engines: int
@@ -70,7 +70,7 @@ class Split:
 
 
 def compare(config: ClusterConfig, workload: Workload, *, num_steps: int = 40, seed: int = 0) -> dict[str, Result]:
-  """Simulates all `VARIANTS` of a cluster on the same workload."""
+  """Simulates each of `VARIANTS` on the same workload."""
   return {
     name: simulate(dataclasses.replace(config, **change), workload, num_steps=num_steps, seed=seed)
     for name, change in VARIANTS.items()
@@ -87,17 +87,17 @@ def best_split(
   num_steps: int = 20,
   seed: int = 0,
 ) -> list[Split]:
-  """Tries splits of a fixed number of chips; best first.
+  """Simulates the splits of a fixed number of chips; returns them, best first.
 
   Args:
-    config: the cluster; its `train_s` and `train_token_s` are those of `reference_trainer_chips`, and a trainer of n
-      chips is taken to need `reference_trainer_chips / n` of them.
+    config: the cluster. Its `train_s` and `train_token_s` hold for `reference_trainer_chips`; a trainer of n chips is
+      assumed to take `reference_trainer_chips / n` times as long.
     workload: the episodes.
-    chips: chips in all.
-    chips_per_engine: chips of one engine.
+    chips: total number of chips.
+    chips_per_engine: number of chips of one engine.
     reference_trainer_chips: see `config`.
     num_steps: trainer steps per simulation.
-    seed: of the episodes.
+    seed: seed of the episodes.
   """
   if chips < chips_per_engine + 1:
     raise ValueError(f"chips must be at least chips_per_engine + 1 = {chips_per_engine + 1}; received {chips}.")
@@ -117,7 +117,7 @@ def best_split(
 def sweep_engines(
   config: ClusterConfig, workload: Workload, counts: Sequence[int], *, num_steps: int = 20, seed: int = 0
 ) -> dict[str, list[float]]:
-  """Trajectories per second of every variant, by number of engines."""
+  """Returns the trajectories per second of every variant by number of engines."""
   rates: dict[str, list[float]] = {name: [] for name in VARIANTS}
   for count in counts:
     for name, result in compare(
@@ -128,7 +128,7 @@ def sweep_engines(
 
 
 def plot_sweep(path: pathlib.Path, counts: Sequence[int], rates: Mapping[str, Sequence[float]]) -> None:
-  """Draws throughput, and speed-up over sync at the same number of engines."""
+  """Plots the throughput and the speed-up over sync against the number of engines."""
   with mpl.rc_context(plots.STYLE):
     figure = Figure(figsize=(10.5, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -142,14 +142,14 @@ def plot_sweep(path: pathlib.Path, counts: Sequence[int], rates: Mapping[str, Se
     left.set_yscale("log")
     left.set(title="Throughput", xlabel="engines", ylabel="trajectories per second")
     right.set_xscale("log", base=2)
-    right.set(title="Speed-up over sync with as many engines", xlabel="engines", ylabel="times")
+    right.set(title="Speed-up over sync with as many engines", xlabel="engines", ylabel="speed-up")
     right.set_ylim(bottom=0.0)
     plots.legend_beside(right, of=left)
     figure.savefig(path)
 
 
 def plot_comparison(path: pathlib.Path, results: Mapping[str, Result]) -> None:
-  """Draws utilisation of both sides, and staleness."""
+  """Plots the utilisation of engines and trainer, and the staleness."""
   with mpl.rc_context(plots.STYLE):
     figure = Figure(figsize=(10.5, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -183,18 +183,18 @@ def print_table(results: Mapping[str, Result]) -> None:
 
 
 def define_flags() -> None:
-  flags.DEFINE_string("trajectories", None, "Take lengths from this trajectories.jsonl.")
-  flags.DEFINE_float("tool_s", PAPER_WORKLOAD.tool_s.median, "Median tool latency in seconds.")
-  flags.DEFINE_float("tool_sigma", PAPER_WORKLOAD.tool_s.sigma, "Sigma of its log-normal.")
-  flags.DEFINE_integer("chips", 256, "Chips to split between trainer and engines.", lower_bound=2)
-  flags.DEFINE_integer("chips_per_engine", 8, "Chips of one engine.", lower_bound=1)
-  flags.DEFINE_integer("trainer_chips", 64, "Chips that --train_s and --train_token_s are for.", lower_bound=1)
-  flags.DEFINE_string("plots", None, "Folder for the plots; none if not given.")
-  flags.DEFINE_integer("steps", 40, "Trainer steps measured per simulation.", lower_bound=1)
-  flags.DEFINE_integer("seed", 0, "Seed of the episodes.", lower_bound=0)
+  flags.DEFINE_string("trajectories", None, "A trajectories.jsonl to take episode lengths from.")
+  flags.DEFINE_float("tool_s", PAPER_WORKLOAD.tool_s.median, "The median tool latency, in seconds.")
+  flags.DEFINE_float("tool_sigma", PAPER_WORKLOAD.tool_s.sigma, "The sigma of the log-normal tool latency.")
+  flags.DEFINE_integer("chips", 256, "The number of chips to split between trainer and engines.", lower_bound=2)
+  flags.DEFINE_integer("chips_per_engine", 8, "The number of chips of one engine.", lower_bound=1)
+  flags.DEFINE_integer("trainer_chips", 64, "The chips for which --train_s and --train_token_s hold.", lower_bound=1)
+  flags.DEFINE_string("plots", None, "The folder for plots. Defaults to no plots.")
+  flags.DEFINE_integer("steps", 40, "The number of trainer steps measured per simulation.", lower_bound=1)
+  flags.DEFINE_integer("seed", 0, "The seed of the episodes.", lower_bound=0)
   for name, default in _cluster_numbers(PAPER).items():
     define = flags.DEFINE_float if isinstance(default, float) else flags.DEFINE_integer
-    define(name, default, f"ClusterConfig.{name}.")
+    define(name, default, f"The cluster's {name}; see ClusterConfig.")
 
 
 def _cluster_numbers(config: ClusterConfig) -> dict[str, float | int]:
@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> None:
     workload = Recorded.read(options.trajectories, tool_s=tool_s)
   config = dataclasses.replace(PAPER, **{name: options[name].value for name in _cluster_numbers(PAPER)})
   folder = None if options.plots is None else pathlib.Path(options.plots)
-  if folder is not None:  # before the work: it may not be possible
+  if folder is not None:  # before the simulations, in case the folder cannot be made
     folder.mkdir(parents=True, exist_ok=True)
   results = compare(config, workload, num_steps=options.steps, seed=options.seed)
   print_table(results)

@@ -1,15 +1,21 @@
-"""Overload and endurance: runs the asynchronous loop under a load that is wrong in one way, and watches what grows.
+"""Tests overload and endurance: runs the asynchronous loop under an abnormal load and watches resources.
 
     python -m experiments.soak --scenario=mixed --minutes=30
     python -m experiments.soak --scenario=long_episode --minutes=1
 
-Scenarios: `slow_learner` (the queue fills), `slow_rollouts` (the learner waits), `short_episodes` (10,000 of one turn),
-`long_episode` (one episode has 1,000 times as many turns as the others), `slow_tool` (a tool of minutes in some
-episodes), `stall` (every tool stands still for a while, again and again) and `mixed` (slow tools, stalls, and tools
-that raise, hang, flood or give back nonsense). Every few seconds there is a line with memory, threads, child processes,
-file descriptors and live JAX buffers; threads are counted without those of calls that hang and were given up, which end
-when the call does. The last line is one JSON object; the exit code is 1 if one of them grows, an
-episode or the learner starves, or throughput does not come back. Linux only: the figures are read from /proc.
+The scenarios:
+  slow_learner    the queue fills;
+  slow_rollouts   the learner waits;
+  short_episodes  10,000 episodes of one turn;
+  long_episode    one episode has 1,000 times as many turns as the others;
+  slow_tool       a tool takes minutes in some episodes;
+  stall           all tools stop for a while, again and again;
+  mixed           slow tools, stalls, and tools that raise, hang, flood or return nonsense.
+
+Every few seconds the command prints memory, threads, child processes, file descriptors and live JAX buffers. The thread
+count leaves out the threads of environment calls that timed out, which end when their call does. The last line is one
+JSON object. The exit code is 1 if one of these quantities grows, if an episode or the learner starves, or if throughput
+does not recover. Linux only: the figures come from /proc.
 """
 
 from __future__ import annotations
@@ -45,24 +51,24 @@ GROWTH: Mapping[str, tuple[float, float]] = {
   "rss_mb": (40.0, 0.06), "threads": (3.0, 0.1), "children": (1.0, 0.0), "fds": (3.0, 0.05),
   "live_arrays": (64.0, 0.05), "live_mb": (4.0, 0.05),
 }  # fmt: skip
-"""What a quantity may rise by over the part of the run that is judged: absolute, and as a share of its median. Copies
-of the weights come and go with every publication, hence the arrays."""
+"""Allowed rise of each quantity over the judged part of the run: absolute, and as a share of its median. The limit on
+arrays is wide because copies of the weights come and go with every publication."""
 SETTLING = 0.3
-"""Share of the run that is not judged for growth: programs are compiled, pools and caches fill."""
+"""The first share of the run is not judged for growth: programs are compiled, and pools and caches fill."""
 FIRST_BATCHES = 4
-"""Of these nothing is judged: they wait for programs to be compiled."""
+"""The first batches are not judged: they wait for compilation."""
 FEWEST_SAMPLES = 16
-"""Of fewer samples no growth can be told from noise."""
+"""With fewer samples, growth cannot be told from noise."""
 
 
 def make_config(scenario: Scenario, times: Times) -> RunConfig:
-  """The job of `experiments.support.chaos_run`, in the background, as the scenario wants it."""
+  """Returns the config of `experiments.support.chaos_run` with the asynchronous schedule, adapted to the scenario."""
   steps = 10**7 if scenario.episodes is None else -(-scenario.episodes // chaos_run.BATCH_SIZE)
   base = chaos_run.make_config("async", num_steps=steps)
   rows = 1 if scenario.max_len > 128 else base.learner.rows_per_microbatch
   return dataclasses.replace(
     base,
-    max_staleness=10_000 if scenario.long_turns else base.max_staleness,  # or the long episode would be dropped
+    max_staleness=10_000 if scenario.long_turns else base.max_staleness,  # so that the long episode is not dropped
     eval_episodes=0,
     warm_start=WarmStartConfig(num_steps=60, batch_size=32, optimizer=OptimizerConfig(learning_rate=2e-2)),
     critic=CriticConfig(),
@@ -78,13 +84,13 @@ def make_config(scenario: Scenario, times: Times) -> RunConfig:
 
 
 def _nothing(*_: Any) -> None:
-  """Takes no note."""
+  """Ignores an event."""
 
 
-class Books:
-  """When episodes started, ended and were used, and when the learner got its batches; one per process.
+class EpisodeLog:
+  """Records when episodes start, end and are used, and when the learner receives batches. One per process.
 
-  It wraps methods of the queue and of the source, as `experiments.support.chaos_run` does.
+  It wraps methods of the queue and of the schedule, as `experiments.support.chaos_run` does.
   """
 
   def __init__(self, learner_s: float):
@@ -100,7 +106,7 @@ class Books:
     self.most_waiting = 0
 
   def install(self) -> None:
-    """Replaces the methods."""
+    """Replaces the methods with the wrapped ones."""
     self._wrap(TrajectoryQueue, "start", before=self._note_start)
     self._wrap(TrajectoryQueue, "put", before=self._note_end, after=self._note_put)
     self._wrap(TrajectoryQueue, "fail", after=self._note_fail)
@@ -118,11 +124,11 @@ class Books:
 
   @property
   def warm(self) -> bool:
-    """Whether the learner had its first batches, and everything is compiled."""
+    """Whether the learner has had its first batches, so that everything is compiled."""
     return len(self.batches) >= FIRST_BATCHES
 
   def unfinished(self) -> float:
-    """Seconds since the start of the oldest episode that is under way."""
+    """Returns the seconds since the start of the oldest running episode."""
     with self._lock:
       return time.monotonic() - min(self._started.values(), default=time.monotonic())
 
@@ -144,7 +150,7 @@ class Books:
       self._started[request.episode_id] = time.monotonic()
 
   def _note_end(self, queue: TrajectoryQueue, trajectory: Trajectory) -> None:
-    with self._lock:  # before it is there: the learner may take it at once
+    with self._lock:  # before the put: the learner may take the trajectory immediately after it
       self._ended[trajectory.episode_id] = time.monotonic()
 
   def _note_put(self, queue: TrajectoryQueue, trajectory: Trajectory) -> None:
@@ -177,8 +183,8 @@ class Books:
     self.batches.append(now)
 
 
-def sample(books: Books, clock: Clock) -> dict[str, float]:
-  """What this process holds at the moment."""
+def sample(episode_log: EpisodeLog, clock: Clock) -> dict[str, float]:
+  """Returns the resources that this process holds now."""
   status = pathlib.Path("/proc/self/status").read_text()
   fields = dict(line.split(":", 1) for line in status.splitlines())
   arrays = jax.live_arrays()
@@ -187,13 +193,13 @@ def sample(books: Books, clock: Clock) -> dict[str, float]:
   return {
     "seconds": clock.seconds,
     "rss_mb": int(fields["VmRSS"].split()[0]) / 1024,
-    "threads": int(fields["Threads"]) - clock.given_up,  # whose number follows the throughput
+    "threads": int(fields["Threads"]) - clock.timed_out,  # the number of these depends on the throughput
     "children": sum(parent == me for parent in parents),
     "fds": len(os.listdir("/proc/self/fd")),
     "live_arrays": len(arrays),
     "live_mb": sum(array.nbytes for array in arrays if not array.is_deleted()) / 2**20,
-    "trained": books.trained,
-    "oldest_episode_s": books.unfinished(),
+    "trained": episode_log.trained,
+    "oldest_episode_s": episode_log.unfinished(),
   }
 
 
@@ -201,11 +207,11 @@ def _parent(stat: pathlib.Path) -> int:
   try:
     return int(stat.read_text().rsplit(")", 1)[1].split()[1])
   except OSError:
-    return -1  # it ended while it was being read
+    return -1  # the process ended during the read
 
 
 def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Any]]:
-  """Rise of each quantity over the judged part of the run, by the median of the slopes of all pairs (Theil-Sen).
+  """Returns the rise of each quantity over the judged part of the run: the median slope of all pairs (Theil-Sen).
 
   >>> rows = [{"seconds": t, **dict.fromkeys(GROWTH, 100.0), "fds": 10.0 + t} for t in range(20)]
   >>> {name: row["grows"] for name, row in growth(rows).items() if row["grows"]}
@@ -225,9 +231,9 @@ def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Any]]:
 
 
 def recovery(batches: Sequence[float], began: float, times: Times) -> float | None:
-  """Batches per second in the quiet stretches between stalls, over those in the first; None: there are no two of them.
+  """Returns the batches per second between stalls relative to the first such stretch; None with fewer than two of them.
 
-  Nothing is judged before `FIRST_BATCHES`, and what a stall left behind has a fifth of a stretch to be worked off.
+  Nothing is judged before `FIRST_BATCHES`. The first fifth of each stretch is left for the backlog of the stall.
   """
   rates = []
   for number in range(int((batches[-1] - began) / times.stall_every_s) + 1 if len(batches) > FIRST_BATCHES else 0):
@@ -241,9 +247,9 @@ def recovery(batches: Sequence[float], began: float, times: Times) -> float | No
 
 
 def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: float) -> dict[str, Any]:
-  """Runs the scenario; returns what is printed last."""
-  books = Books(scenario.learner_s)
-  books.install()
+  """Runs the scenario; returns the result, which the command prints last."""
+  episode_log = EpisodeLog(scenario.learner_s)
+  episode_log.install()
   config = make_config(scenario, times)
   clock = Clock()
   samples: list[dict[str, float]] = []
@@ -251,12 +257,12 @@ def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: f
 
   def watch() -> None:
     while not over.wait(sample_s):
-      row = sample(books, clock)
-      if books.warm:
+      row = sample(episode_log, clock)
+      if episode_log.warm:
         samples.append(row)
       print("  ".join(f"{name} {value:.0f}" for name, value in row.items()), flush=True)
       if scenario.episodes is None and len(samples) * sample_s > 60 * times.minutes:
-        os.kill(os.getpid(), signal.SIGTERM)  # the loop saves and ends
+        os.kill(os.getpid(), signal.SIGTERM)  # the loop saves the run and ends it
         return
 
   watcher = threading.Thread(target=watch, name="soak-watch")
@@ -268,48 +274,51 @@ def soak(scenario: Scenario, times: Times, workdir: pathlib.Path, *, sample_s: f
     over.set()
     watcher.join()
   seconds = clock.seconds
-  patience = 20.0 + 2 * (times.slow_tool_s if scenario.slow_share else 0.0)
-  patience += 2 * times.stall_s * scenario.stalls + 2 * times.env_timeout_s * scenario.faults
-  # The queue's capacity, and what ran when it filled: an episode in every slot, and one that had just left it.
+  longest_s = 20.0 + 2 * (times.slow_tool_s if scenario.slow_share else 0.0)
+  longest_s += 2 * times.stall_s * scenario.stalls + 2 * times.env_timeout_s * scenario.faults
+  # The queue's capacity, and the episodes in flight when it filled: one in each slot, and one that had just left each.
   most_allowed = 2 * config.batch_size + 2 * config.engine.num_slots
-  judged = books.batches[FIRST_BATCHES:]
+  judged = episode_log.batches[FIRST_BATCHES:]
   step_s = statistics.median(b - a for a, b in itertools.pairwise(judged)) if len(judged) > 1 else 0.0
   allowed = {
-    "episode_s": patience + (seconds if scenario.long_turns else 0.0),
-    "wait_for_learner_s": patience + 2 * most_allowed / config.batch_size * step_s,
-    "wait_for_batch_s": patience,
+    "episode_s": longest_s + (seconds if scenario.long_turns else 0.0),
+    "wait_for_learner_s": longest_s + 2 * most_allowed / config.batch_size * step_s,
+    "wait_for_batch_s": longest_s,
   }
-  starved = {name: value for name, value in books.longest.items() if value > allowed[name]}
+  starved = {name: value for name, value in episode_log.longest.items() if value > allowed[name]}
   grown = growth(samples) if len(samples) >= FEWEST_SAMPLES else {}
-  again = recovery(books.batches, clock.began or 0.0, times) if scenario.stalls else None
+  again = recovery(episode_log.batches, clock.began or 0.0, times) if scenario.stalls else None
   faults = [f"{name} grows" for name, row in grown.items() if row["grows"]]
-  faults += [] if grown else [f"{len(samples)} samples are too few to tell growth; lower --sample_s"]
+  faults += [] if grown else [f"{len(samples)} samples are too few to judge growth; lower --sample_s"]
   faults += [f"{name} {value:.1f} > {allowed[name]:.1f}" for name, value in starved.items()]
-  faults += [f"throughput after stalls is {again:.2f} of before"] if again is not None and again < 0.6 else []
-  faults += ["the run ended by itself"] if scenario.episodes is None and summary is not None else []
-  faults += ["the long episode was not trained on"] if books.most_turns < scenario.long_turns else []
-  faults += ["the queue held more than its capacity"] if books.most_waiting > most_allowed else []
+  faults += [f"throughput after stalls is {again:.2f} of that before"] if again is not None and again < 0.6 else []
+  faults += ["the run ended early"] if scenario.episodes is None and summary is not None else []
+  faults += ["the long episode was not trained on"] if episode_log.most_turns < scenario.long_turns else []
+  faults += ["the queue held more than its capacity"] if episode_log.most_waiting > most_allowed else []
   return {
-    "seconds": round(seconds, 1), "samples": len(samples), "trajectories": books.trained,
-    "trajectories_per_s": round(books.trained / seconds, 2), "failed_episodes": books.failed,
-    "most_turns": books.most_turns,
-    "longest": {name: round(value, 2) for name, value in books.longest.items()}, "most_waiting": books.most_waiting,
+    "seconds": round(seconds, 1), "samples": len(samples), "trajectories": episode_log.trained,
+    "trajectories_per_s": round(episode_log.trained / seconds, 2), "failed_episodes": episode_log.failed,
+    "most_turns": episode_log.most_turns,
+    "longest": {name: round(value, 2) for name, value in episode_log.longest.items()},
+    "most_waiting": episode_log.most_waiting,
     "recovered_to": None if again is None else round(again, 2), "growth": grown, "faults": faults,
   }  # fmt: skip
 
 
 def define_flags() -> None:
-  flags.DEFINE_enum("scenario", "mixed", list(SCENARIOS), "What is wrong with the load.")
-  flags.DEFINE_float("minutes", 30.0, "How long, from when all is compiled (not for short_episodes).", lower_bound=0.01)
-  flags.DEFINE_integer("episodes", None, "For short_episodes: how many, instead of 10,000.", lower_bound=16)
-  flags.DEFINE_integer("long_turns", None, "For long_episode: turns of the long one, instead of 1,000.", lower_bound=2)
-  flags.DEFINE_float("slow_tool_s", 120.0, "What a slow tool takes.", lower_bound=0.0)
-  flags.DEFINE_float("stall_every_s", 300.0, "Time between the starts of two stalls.", lower_bound=0.01)
-  flags.DEFINE_float("stall_s", 45.0, "How long all tools stand still then.", lower_bound=0.0)
+  flags.DEFINE_enum("scenario", "mixed", list(SCENARIOS), "The kind of abnormal load.")
   flags.DEFINE_float(
-    "env_timeout_s", 180.0, "EngineConfig.env_timeout_s: what hangs is given up after it.", lower_bound=0.01
+    "minutes", 30.0, "The length of the run after compilation, in minutes. short_episodes ignores it.", lower_bound=0.01
   )
-  flags.DEFINE_float("sample_s", 10.0, "Time between two lines.", lower_bound=0.05)
+  flags.DEFINE_integer("episodes", None, "The episodes of short_episodes. Defaults to 10,000.", lower_bound=16)
+  flags.DEFINE_integer("long_turns", None, "The turns of the long episode. Defaults to 1,000.", lower_bound=2)
+  flags.DEFINE_float("slow_tool_s", 120.0, "The seconds that a slow tool takes.", lower_bound=0.0)
+  flags.DEFINE_float("stall_every_s", 300.0, "The seconds between the starts of two stalls.", lower_bound=0.01)
+  flags.DEFINE_float("stall_s", 45.0, "The length of a stall of all tools, in seconds.", lower_bound=0.0)
+  flags.DEFINE_float(
+    "env_timeout_s", 180.0, "The engine's env_timeout_s: an environment call that hangs longer fails.", lower_bound=0.01
+  )
+  flags.DEFINE_float("sample_s", 10.0, "The seconds between two lines.", lower_bound=0.05)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -326,7 +335,7 @@ def main(argv: Sequence[str]) -> None:
     result = soak(scenario, times, pathlib.Path(scratch) / "run", sample_s=options.sample_s)
   for name, row in result["growth"].items():
     print(f"{name:12} median {row['median']:10.1f}  rise {row['rise']:8.2f}{'  GROWS' if row['grows'] else ''}")
-  print(f"soak: {'; '.join(result['faults']) or 'nothing grows, nobody starves'}")
+  print(f"soak: {'; '.join(result['faults']) or 'nothing grows and nothing starves'}")
   print(json.dumps({"scenario": options.scenario, **result}))
   sys.exit(1 if result["faults"] else 0)
 

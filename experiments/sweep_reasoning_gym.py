@@ -1,12 +1,13 @@
-"""Every task set of reasoning-gym through the adapter: its problems, its own answers, and answers that attack it.
+"""Tests every task of reasoning-gym through the adapter: its problems, its own answers, and hostile answers.
 
     python -m experiments.sweep_reasoning_gym
     python -m experiments.sweep_reasoning_gym --tasks=boxnet,rush_hour
 
-For each set, at its default difficulty and at the first, second and last level of its curriculum: problems are made in
-time, twice the same; the package's own answer scores 1; nonsense and attacks score at most a half, in time, and none of
-their text is run or opens a file or a process. Prints a row per set and level with faults; those in `KNOWN` are the
-package's. One JSON object on the last line. Exits 1 when there are others.
+Each task is tested at its default difficulty and at the first, second and last level of its curriculum. Problems must
+be made in time and be the same when made again. The package's own answer must score 1. Nonsense and hostile answers
+must score at most a half, in time, and no part of their text may be run, open a file or start a process. Prints a row
+for each task and level with faults. Faults in `KNOWN` belong to the package. The last line is one JSON object. The exit
+code is 1 if there are other faults.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sao_jax.envs.adapters import _reasoning_gym_worker
 from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig, check_task
 
 _MARK = "sweep_mark_7391"
-"""Stands in attacks: text of an answer that is run has it in its code."""
+"""A marker in hostile answers: if the text of an answer is run, its code contains the marker."""
 _SLOW_S = 1.0
 _MAKING_LIMIT_S, _SCORING_LIMIT_S = 60.0, 20.0
 LEVELS = (None, 0, 1, 99)
@@ -46,42 +47,42 @@ _COMPOSITE = {
 }
 
 KNOWN: Mapping[tuple[str, str], str] = {
-  ("caesar_cipher", "making"): "its curriculum ends at rotations that it refuses",
-  ("codeio", "problems are not"): "some of its programs draw numbers of their own",
+  ("caesar_cipher", "making"): "its curriculum ends at rotations that it rejects",
+  ("codeio", "problems are not"): "some of its programs draw their own random numbers",
   ("jugs", "making"): "the last level of its curriculum takes minutes a problem",
-  ("jugs", "its own answer"): "some of its problems have no solution, which no answer gets anything for",
-  ("knight_swap", "making"): "its curriculum begins at boards that it refuses",
-  ("modulo_grid", "making"): "its curriculum has a target of 0, which it refuses",
-  ("quantum_lock", "'banana"): "it reads the letters A to C of any text, here a solution",
-  ("rubiks_cube", "making"): "its curriculum ends at cubes that it refuses",
-  ("survo", "making"): "its curriculum ends at boards that it refuses",
-  ("time_intervals", "'0 0"): "it gives part of the score for being near",
+  ("jugs", "its own answer"): "some of its problems have no solution, so no answer scores",
+  ("knight_swap", "making"): "its curriculum begins at boards that it rejects",
+  ("modulo_grid", "making"): "its curriculum has a target of 0, which it rejects",
+  ("quantum_lock", "'banana"): "it reads the letters A to C of any text, which are a solution here",
+  ("rubiks_cube", "making"): "its curriculum ends at cubes that it rejects",
+  ("survo", "making"): "its curriculum ends at boards that it rejects",
+  ("time_intervals", "'0 0"): "it gives partial credit for answers that are close",
 }
-"""Faults of the package that are not this library's to mend, by task and how they are reported."""
+"""Faults of the package itself, by task and beginning of the report."""
 
 
 @dataclasses.dataclass
 class Outcome:
-  """What was found at one level of one set; no faults is good."""
+  """The findings at one level of one task."""
 
   task: str
   level: int | None
   faults: list[str] = dataclasses.field(default_factory=list)
   has_answer: bool = True
   make_s: float = 0.0
-  """CPU seconds a problem takes."""
+  """CPU seconds to make one problem."""
   score_s: float = 0.0
-  """CPU seconds the slowest answer took."""
+  """CPU seconds to score the slowest answer."""
 
   @property
   def unknown(self) -> list[str]:
-    """Faults that are not in `KNOWN`."""
+    """The faults that are not in `KNOWN`."""
     known = [start for task, start in KNOWN if task == self.task]
     return [fault for fault in self.faults if not fault.startswith(tuple(known))]
 
 
 class _Watch:
-  """Sees by Python's audit events whether an answer's text is run, a file is written or a process started."""
+  """Detects by Python's audit events whether an answer's text is run, a file is written or a process is started."""
 
   def __init__(self) -> None:
     self.seen: list[str] = []
@@ -116,7 +117,7 @@ def _mentions(code: object) -> bool:
 
 
 class _InThisProcess:
-  """Answers as the package's own process does, where it is watched."""
+  """Scores answers as the package's separate process does, but in this process, where audit events are seen."""
 
   def call(self, request: Any, *, timeout_s: float) -> Any:
     del timeout_s
@@ -124,11 +125,11 @@ class _InThisProcess:
 
 
 _WATCH: list[_Watch] = []
-"""An audit hook stays for the life of the process, so there is one."""
+"""The only instance, since an audit hook stays for the life of the process."""
 
 
 def check(task: str, level: int | None, *, problems: int = 3) -> Outcome:
-  """Checks one set at one level (None: the defaults), on the main thread."""
+  """Checks one task at one level (None for its defaults). Must run on the main thread."""
   if not _WATCH:
     _WATCH.append(_Watch())
   outcome = Outcome(task=task, level=level)
@@ -141,7 +142,7 @@ def check(task: str, level: int | None, *, problems: int = 3) -> Outcome:
       prompts = [env.reset(i) for i in range(problems)]
       outcome.make_s = (time.process_time() - began) / problems
       if [again.reset(20 + i) for i in range(problems)] != prompts:
-        outcome.faults.append("problems are not the same a second time")
+        outcome.faults.append("problems are not the same when made again")
   except Exception as error:  # noqa: BLE001 (an outcome)
     outcome.faults.append(f"making: {type(error).__name__}: {error}")
     return outcome
@@ -155,7 +156,7 @@ def check(task: str, level: int | None, *, problems: int = 3) -> Outcome:
       if reward > 0.5:
         outcome.faults.append(f"{text[:40]!r} gets {reward}")
     if _score(env, f"the answer is {env.gold_answer}", outcome):
-      outcome.faults.append("an answer without tags is scored")
+      outcome.faults.append("an answer without tags scores")
   return outcome
 
 
@@ -166,7 +167,7 @@ def _check_gold(env: ReasoningGym, outcome: Outcome) -> None:
     return
   reward = _score(env, f"so <answer>{gold}</answer>", outcome)
   if reward < 1.0:
-    outcome.faults.append(f"its own answer {gold[:60]!r} gets {reward}")
+    outcome.faults.append(f"its own answer {gold[:60]!r} scores {reward}")
 
 
 def _score(env: ReasoningGym, text: str, outcome: Outcome) -> float:
@@ -188,8 +189,8 @@ def _score(env: ReasoningGym, text: str, outcome: Outcome) -> float:
   return reply.reward
 
 
-_TASKS = flags.DEFINE_list("tasks", None, "Sets to check; all if not given.")
-_VERBOSE = flags.DEFINE_bool("verbose", False, "A row for sets without faults too.")
+_TASKS = flags.DEFINE_list("tasks", None, "The tasks to check. Defaults to all.")
+_VERBOSE = flags.DEFINE_bool("verbose", False, "Also prints a row for tasks without faults.")
 
 
 def main(argv: list[str]) -> int:

@@ -1,11 +1,12 @@
-"""Every ready-made task twice, in two processes of different hash seeds: the same index must give the same task.
+"""Makes every ready-made task in two processes with different hash seeds and checks that they agree.
 
     python -m experiments.sweep_tasks
     python -m experiments.sweep_tasks --only=textarena --indices=20
 
-The second process asks for the indices in reverse, so that a task which depends on those made before it shows as well.
-Compared are prompts of both splits, demonstrations, which hold the right answers, and what is replied to a few moves
-where there are none. Prints the tasks that differ, and one JSON object on the last line. Exits 1 when there are any.
+The same index must give the same task. The second process asks for the indices in reverse order, to detect tasks that
+depend on those made before. The processes compare the prompts of both splits and the demonstrations, which hold the
+right answers. Without demonstrations, they compare the replies to a few moves. Prints the tasks that differ, and one
+JSON object on the last line. The exit code is 1 if any task differs.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _LEVELS = (None, 0, 1, 99)
 _MAX_TEXT_CHARS = 300
 _COMPOSITE = {"datasets": [{"name": name, "weight": 1.0, "config": {}} for name in ("ransom_note", "puzzle24")]}
 _SLOW = frozenset(("jugs:99",))
-"""Sets and levels of which one problem takes minutes."""
+"""Tasks and levels at which a single problem takes minutes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-  """A domain: the function that makes it, and its options."""
+  """A domain, as the function that makes it and its options."""
 
   name: str
   factory: str
@@ -51,7 +52,7 @@ class Case:
 
 
 def reasoning_gym_cases(levels: Sequence[int | None]) -> list[Case]:
-  """All sets at some levels of their curricula (None: the defaults)."""
+  """Returns all reasoning-gym tasks at some levels of their curricula; None stands for the defaults."""
   from reasoning_gym.factory import DATASETS, has_curriculum
 
   cases = []
@@ -67,7 +68,7 @@ def reasoning_gym_cases(levels: Sequence[int | None]) -> list[Case]:
 
 
 def textarena_cases() -> list[Case]:
-  """All games; those of several players, or that cannot start here, refuse in both processes alike."""
+  """Returns all games of TextArena. Games that need several players or packages fail alike in both processes."""
   with require_extra("envs"):
     import textarena
 
@@ -78,7 +79,7 @@ def textarena_cases() -> list[Case]:
 
 
 def other_cases(directory: str) -> list[Case]:
-  """Gymnasium's environments, text adventures (kept in `directory`), repositories and this project's own tasks."""
+  """Returns gymnasium's environments, text adventures (kept in `directory`), coding and this project's own tasks."""
   toy_text = ("FrozenLake-v1", "FrozenLake8x8-v1", "Taxi-v4", "CliffWalking-v1", "Blackjack-v1")
   return [
     *(Case(name=f"gymnasium:{x}", factory=f"{_STANDARD}:gymnasium", options={"env_id": x}) for x in toy_text),
@@ -94,7 +95,7 @@ def other_cases(directory: str) -> list[Case]:
 
 
 def texts(case: Case, indices: Sequence[int]) -> dict[str, str]:
-  """What a domain says about some indices; errors are texts too."""
+  """Returns the texts of a domain at some indices; an error counts as a text."""
   found: dict[str, str] = {}
   try:
     module, _, function = case.factory.partition(":")
@@ -104,21 +105,21 @@ def texts(case: Case, indices: Sequence[int]) -> dict[str, str]:
       for split in splits:
         for index in indices:
           found[f"{split} {index}"] = _or_error(_play, domain, split, index)
-      if domain.demonstrate is not None:  # of training tasks
+      if domain.demonstrate is not None:  # demonstrations are of training tasks
         for index in indices:
           found[f"demonstration {index}"] = _or_error(_demonstration, domain, index)
     finally:
       domain.close()
-  except Exception as error:  # noqa: BLE001 (compared and told)
+  except Exception as error:  # noqa: BLE001 (compared and reported)
     found["error"] = f"{type(error).__name__}: {error}"
   return found
 
 
 def _or_error(function: Callable[..., str], *arguments: Any) -> str:
-  """Some sets fail at some of their problems."""
+  """Calls the function; returns the error as text if it fails, since some tasks fail at some of their problems."""
   try:
     return function(*arguments)
-  except Exception as error:  # noqa: BLE001 (compared and told)
+  except Exception as error:  # noqa: BLE001 (compared and reported)
     return f"{type(error).__name__}: {error}"
 
 
@@ -143,7 +144,7 @@ def _play(domain: Domain, split: Split, index: int) -> str:
 
 
 def compare(cases: Sequence[Case], indices: Sequence[int]) -> tuple[dict[str, list[str]], dict[str, str]]:
-  """Runs two processes: the differences by case, and the errors by case where both have the same one."""
+  """Runs both processes; returns the differences by case, and the errors of cases that fail alike in both."""
   with tempfile.TemporaryDirectory() as other, concurrent.futures.ThreadPoolExecutor(2) as threads:
     runs = [
       threads.submit(_in_process, _moved(cases, other) if turn else list(cases), indices[:: -1 if turn else 1], seed)
@@ -166,7 +167,7 @@ def _start(found: Mapping[str, str], key: str) -> str:
 
 
 def _moved(cases: Sequence[Case], directory: str) -> list[Case]:
-  """The same cases, but their files are made anew."""
+  """Returns the same cases with another directory, in which their files are made again."""
   moved = {"directory": directory}
   return [
     dataclasses.replace(case, options={**case.options, **moved}) if "directory" in case.options else case
@@ -186,13 +187,13 @@ def _in_process(cases: Sequence[Case], indices: Sequence[int], hash_seed: str) -
 
 
 def answer() -> None:
-  """The work of one of the two processes: cases and indices in, their texts out."""
+  """Serves one of the two processes: reads cases and indices from stdin and prints their texts."""
   cases, indices = json.load(sys.stdin)
   print(json.dumps({case["name"]: texts(Case(**case), indices) for case in cases}))
 
 
-_ONLY = flags.DEFINE_list("only", None, "Beginnings of the names of tasks; all if not given.")
-_INDICES = flags.DEFINE_integer("indices", 5, "Indices of each task and split.", lower_bound=1)
+_ONLY = flags.DEFINE_list("only", None, "Prefixes of the names of tasks to check. Defaults to all tasks.")
+_INDICES = flags.DEFINE_integer("indices", 5, "The number of indices per task and split.", lower_bound=1)
 
 
 def main(argv: list[str]) -> int:
@@ -202,7 +203,7 @@ def main(argv: list[str]) -> int:
     cases = [*other_cases(directory), *textarena_cases(), *reasoning_gym_cases(_LEVELS)]
     cases = [case for case in cases if _ONLY.value is None or case.name.startswith(tuple(_ONLY.value))]
     if not cases:
-      raise ValueError(f"--only must name tasks' beginnings, such as textarena; received {_ONLY.value}.")
+      raise ValueError(f"--only must hold prefixes of task names, such as textarena; received {_ONLY.value}.")
     differences, errors = compare(cases, range(_INDICES.value))
   for name, found in differences.items():
     print(f"\n{name}", *found, sep="\n  ")

@@ -1,14 +1,20 @@
-"""Every single-player game of TextArena through the adapter: whether good play earns more than bad play.
+"""Tests every single-player game of TextArena through the adapter: good play must earn more than bad play.
 
     python -m experiments.sweep_textarena
     python -m experiments.sweep_textarena --games=Bandit-v0,Set-v0 --seeds=10
 
-For each game that can be made here, these play the same problems: the best known player, who sees the answers; one who
-plays at random; one who quits after five random moves; one who writes nonsense; one who is silent; where there is one,
-a player who does what once paid too much. It is a fault if one of the last three earns as much as the best on average
-or is said to have succeeded, if anyone earns more than the best or more than 1, if the worst earns more than the random
-one, or if a reward of 1 is no success of the best. Prints a row per game, then the games that cannot be made, with the
-reason. One JSON object on the last line. Exits 1 when there are faults.
+These players play the same problems of each game that can be made here:
+  best      the best known play, with access to the answers;
+  random    random moves;
+  quits     five random moves, then nothing useful;
+  nonsense  text that is not a move;
+  silent    empty text;
+  worst     play that an earlier version rewarded too highly, where there is such play.
+
+It is a fault if one of the last three earns as much as the best player on average or succeeds, if any player earns more
+than the best or more than 1, if the worst player earns more than the random one, or if the best player earns 1 without
+success. Prints a row per game, then the games that cannot be made and the reasons. The last line is one JSON object.
+The exit code is 1 if there are faults.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ PLAYERS = ("best", "random", "quits", *BAD)
 
 @dataclasses.dataclass
 class Outcome:
-  """Mean rewards by player, and what is wrong with them."""
+  """The mean reward of each player, and the faults found."""
 
   game: str
   rewards: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -51,10 +57,10 @@ class Outcome:
 
 
 def check(game: str, *, seeds: int = 5) -> Outcome:
-  """Lets all players play the game; games that are slow to start get one seed. On the main thread.
+  """Lets all players play the game. Games that start slowly get one seed. Must run on the main thread.
 
   Raises:
-    ValueError: a game that cannot be made here, or has several players.
+    ValueError: the game cannot be made here, or has several players.
   """
   outcome = Outcome(game=game)
   with contextlib.redirect_stdout(io.StringIO()), sweeps.time_limit(_LIMIT_S):  # some games print
@@ -65,7 +71,7 @@ def check(game: str, *, seeds: int = 5) -> Outcome:
     outcome.seeds = 1 if outcome.reset_s > _SLOW_S else seeds
     players = GAMES.get(type(env._env).__name__)
     if players is None:
-      outcome.faults.append(f"no player is known for {type(env._env).__name__}")
+      outcome.faults.append(f"there is no player for {type(env._env).__name__}")
       return outcome
     for name in PLAYERS:
       if name != "worst" or players.worst is not None:
@@ -77,7 +83,7 @@ def check(game: str, *, seeds: int = 5) -> Outcome:
 def _inversions(rewards: Mapping[str, float]) -> list[str]:
   best = rewards["best"]
   faults = [
-    f"{name} play earns {reward:.3f}, the best known {best:.3f}"
+    f"{name} play earns {reward:.3f}, the best known play {best:.3f}"
     for name, reward in rewards.items()
     if reward > best or (name in BAD and reward >= best)
   ]
@@ -105,7 +111,7 @@ def _mean_reward(env: TextArena, players: Game, name: str, outcome: Outcome) -> 
 
 
 def _moves(env: Any, players: Game, name: str, rng: random.Random) -> Iterator[str]:
-  """A player's moves; out of them, nonsense."""
+  """Yields a player's moves, followed by nonsense when they run out."""
   chosen = (rng.choice(players.moves(env)) for _ in itertools.count())
   if name == "best":
     yield from players.best(env)
@@ -119,15 +125,15 @@ def _moves(env: Any, players: Game, name: str, rng: random.Random) -> Iterator[s
 
 
 def all_games() -> list[str]:
-  """Names of all games of the package, without those of its wrappers."""
+  """Returns the names of all games of the package, without their wrapped variants."""
   with require_extra("envs"):
     from textarena.envs.registration import ENV_REGISTRY
 
   return sorted(name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw"))
 
 
-_GAMES = flags.DEFINE_list("games", None, "Games to check; all if not given.")
-_SEEDS = flags.DEFINE_integer("seeds", 5, "Problems of each game.", lower_bound=1)
+_GAMES = flags.DEFINE_list("games", None, "The games to check. Defaults to all.")
+_SEEDS = flags.DEFINE_integer("seeds", 5, "The number of problems per game.", lower_bound=1)
 
 
 def main(argv: list[str]) -> int:
@@ -148,7 +154,7 @@ def main(argv: list[str]) -> int:
     for fault in outcome.faults:
       print(f"  FAULT {fault}", flush=True)
   for game, reason in refused.items():
-    print(f"refused: {reason}" if game in reason else f"refused: {game}: {reason}")
+    print(f"cannot be made: {reason}" if game in reason else f"cannot be made: {game}: {reason}")
   summary = {
     "games": len(outcomes),
     "refused": len(refused),

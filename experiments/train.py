@@ -1,5 +1,7 @@
-"""Trains an agent: `python -m experiments.train`, with `--config` for another preset and `--config.FIELD=VALUE` for
-its fields."""
+"""Trains an agent: `python -m experiments.train`.
+
+`--config` selects another preset, and `--config.FIELD=VALUE` overrides one of its fields.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,22 @@ from sao_jax.utils import process_exit
 DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
 
 _WORKDIR = flags.DEFINE_string(
-  "workdir", None, "Folder of the run; one that holds a run goes on. Default: a dated folder under runs/."
+  "workdir", None, "The folder of the run. A run that is already there continues. Defaults to a dated folder in runs/."
 )
 _STAGE = flags.DEFINE_enum(
   "stage",
   "all",
   ["all", *config_lib.STAGES],
-  "Run this stage only (what it builds on must be in the workdir), or all of them.",
+  "Runs only this stage, whose predecessors must be in the workdir. Defaults to all stages.",
 )
 
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file at INFO.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file at INFO
   launch = distributed.initialize_from_environment()
   if launch is not None and _WORKDIR.value is None:
-    raise app.UsageError("--workdir is required with several processes: a folder that all of them see.")
+    raise app.UsageError("--workdir is required with several processes. All of them must be able to write to it.")
   config = config_flags.read(RunConfig)
   workdir = pathlib.Path(_WORKDIR.value or f"runs/{datetime.datetime.now():%Y-%m-%d_%H%M%S}")
   within = workdir.absolute()  # an environment may change the working directory
@@ -60,13 +62,20 @@ def main(argv: Sequence[str]) -> None:
       with workdir_lib.writing(within), StopSignals() as signals, signals.interruptible():
         report(within, summary, console, named=workdir)
     elif summary is None and "rl" in stages:
-      console.print(f"go on       the same command, with --workdir={workdir}")
+      console.print(f"continue    the same command, with --workdir={workdir}")
   except Interrupted:
-    console.print(f"Stopped by a signal; the same command, with --workdir={workdir}, goes on from here.")
+    console.print(f"Stopped by a signal. To continue, run the same command with --workdir={workdir}.")
 
 
 def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console, *, named: pathlib.Path) -> None:
-  """The end of a run: plots, a table, a few trajectories, and what to do next; `named`: the workdir as it was given."""
+  """Reports a finished run: plots, a table, a few trajectories, and the next command.
+
+  Args:
+    workdir: absolute path of the run's folder.
+    summary: the run's summary.
+    console: where to report.
+    named: the workdir as the user gave it.
+  """
   plots.plot_run(workdir)
   samples = trajectory_io.read(workdir / "trajectories.jsonl")
   for trajectory in samples[:2] + samples[2:][-3:]:
@@ -82,7 +91,7 @@ def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console, 
 
 
 def success_table(summary: Mapping[str, Any]) -> Table:
-  """Held-out success before and after RL; the summary of a run that was evaluated."""
+  """Makes the table of held-out success before and after RL from the summary of a run with evaluations."""
   table = Table(title="held-out success, pass@1")
   for column in ("", "success", "95 % interval", "n"):
     table.add_column(column)

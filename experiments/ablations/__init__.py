@@ -1,3 +1,3 @@
-"""The paper's comparisons: which arms there are, how they are run, and what is made of their results."""
+"""The paper's comparisons: their arms, the runs of each arm, and tables and plots of the results."""
 
 from __future__ import annotations

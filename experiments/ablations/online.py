@@ -1,4 +1,4 @@
-"""Table and plot of the suite `online`: what a change of the preference costs, and how fast it is made up for."""
+"""Table and plot of the suite `online`: what a change of the preference costs, and how soon success recovers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Row = Mapping[str, Any]
 
 
 def preferred(folder: pathlib.Path, step: int) -> str:
-  """The style that a run's users preferred at a learner step."""
+  """Returns the style that a run's users preferred at a learner step."""
   options = json.loads((folder / "config.json").read_bytes())["env"]["options"]
   return checked(SimulationConfig, options).preferred_at(step)
 
 
 def success_curve(rows: Sequence[Row], arm: str, seed: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-  """Steps, success of each, and the last step before each change of the preference."""
+  """Returns the steps, the success at each, and the last step before each change of the preference."""
   mine = [row for row in rows if row["arm"] == arm and row["seed"] == seed and "success_rate" in row]
   mine.sort(key=lambda row: row["step"])
   changes = [a["step"] for a, b in itertools.pairwise(mine) if a["preferred"] != b["preferred"]]
@@ -44,11 +44,11 @@ def success_curve(rows: Sequence[Row], arm: str, seed: int) -> tuple[np.ndarray,
 
 
 def recoveries(rows: Sequence[Row], arm: str, seed: int) -> list[int | None]:
-  """Learner steps after each change until success is back at `RECOVERED` of its level before it; None: not before the
-  next change or the end.
+  """Returns the learner steps from each change until success recovers to `RECOVERED` of its level before all changes.
 
-  The level is the mean of the last `WINDOW` steps before the first change (later phases may not have come to one), and
-  success a mean over the `WINDOW` steps before and at a step, all of them after the change.
+  None stands for no recovery before the next change or the end. The level is the mean over the last `WINDOW` steps
+  before the first change, since success may not have settled in later phases. Success at a step is the mean over the
+  `WINDOW` steps up to it, all of them after the change.
   """
   steps, success, changes = success_curve(rows, arm, seed)
   level = level_before(rows, arm, seed)
@@ -64,15 +64,15 @@ def recoveries(rows: Sequence[Row], arm: str, seed: int) -> list[int | None]:
 
 
 def level_before(rows: Sequence[Row], arm: str, seed: int) -> float | None:
-  """Success before the first change: its mean over the last `WINDOW` steps of the first phase; None: no change."""
+  """Returns the mean success over the last `WINDOW` steps before the first change; None without a change."""
   steps, success, changes = success_curve(rows, arm, seed)
   return float(success[steps <= changes[0]][-WINDOW:].mean()) if changes else None
 
 
 def table(suite: Suite, rows: Sequence[Row]) -> str:
-  """Markdown: success over the whole run, and what the changes cost, by arm.
+  """Makes a Markdown table of success over the whole run and the cost of each change, by arm.
 
-  The level before the first change is shown beside the steps to recover it, since one of a low level is soon recovered.
+  The level before the first change stands beside the steps to recover, since a low level is recovered soon.
   """
 
   def seeds(arm: str) -> list[int]:
@@ -103,7 +103,7 @@ def table(suite: Suite, rows: Sequence[Row]) -> str:
 
 
 def plot(path: str | os.PathLike[str], suite: Suite, rows: Sequence[Row]) -> None:
-  """Accuracy of each style on held-out questions over the steps, an axis per arm (Figure 5 b)."""
+  """Plots the accuracy of each style on held-out questions over the steps, one axis per arm (Figure 5 b)."""
   with mpl.rc_context(plots.STYLE):
     figure = Figure(figsize=(5.5 * len(suite.arms), 3.4), layout="constrained")
     FigureCanvasAgg(figure)

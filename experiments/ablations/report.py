@@ -1,4 +1,4 @@
-"""Tables and plots of committed results, made anew from their CSV files."""
+"""Rebuilds the tables and plots of committed results from their CSV files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from experiments.ablations.suites import SUITES
 NOTHING = "Not run yet."
 
 
-def remake(folder: pathlib.Path) -> list[str]:
-  """Writes `SUITE/SUITE.md` and plots for every `SUITE/SUITE.csv` in a folder; returns the suites.
+def rebuild(folder: pathlib.Path) -> list[str]:
+  """Writes `SUITE/SUITE.md` and plots for every `SUITE/SUITE.csv` in a folder; returns the names of the suites.
 
   Raises:
     ValueError: the folder holds no results.
@@ -27,10 +27,10 @@ def remake(folder: pathlib.Path) -> list[str]:
 
 
 def fill(text: str, folder: pathlib.Path) -> str:
-  """A document whose tables, from a line `<!-- SUITE -->` to `<!-- end -->`, are made anew from the CSV files.
+  """Returns the document with new tables from the CSV files between each `<!-- SUITE -->` and `<!-- end -->` line.
 
   Raises:
-    ValueError: a name between the marks is no suite.
+    ValueError: a name between the marks is not a suite.
   """
 
   def table(match: re.Match[str]) -> str:

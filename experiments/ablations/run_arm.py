@@ -1,4 +1,4 @@
-"""One run of `experiments.ablate` in a process of its own: the start of a seed, or an arm from that start."""
+"""One run of `experiments.ablate` in its own process: the start of a seed, or an arm from that start."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from sao_jax.training.signals import StopSignals
 
 
 def base_config(factory: str, *, quick: bool) -> RunConfig:
-  """The run that all arms share: what `module:function` returns.
+  """Calls `module:function`, which makes the run that all arms share.
 
   Raises:
-    ValueError: there is no such function, or it returns something else.
+    ValueError: there is no such function, or it does not return a RunConfig.
   """
   module, _, function = factory.partition(":")
   if not module or not function:
@@ -45,7 +45,7 @@ def base_config(factory: str, *, quick: bool) -> RunConfig:
 
 
 def make_start(base: RunConfig, seed: int, folder: pathlib.Path) -> None:
-  """Warm-starts the seed's policy and saves it as a checkpoint; the last file written says that it is whole."""
+  """Warm-starts the policy of a seed and saves it as a checkpoint. The file `done`, written last, marks success."""
   config = dataclasses.replace(base, seed=seed, num_steps=0, eval_episodes=0)
   loop.train(config, make_domain(config), folder / "run", run_stages=("warm_start",), console=Console())
   with Components(config, make_domain(config)) as parts:
@@ -56,15 +56,15 @@ def make_start(base: RunConfig, seed: int, folder: pathlib.Path) -> None:
 
 def define_flags() -> None:
   flags.DEFINE_string("base", None, "module:function of the run that all arms share.", required=True)
-  flags.DEFINE_string("folder", None, "Folder of this run.", required=True)
-  flags.DEFINE_integer("seed", 0, "Seed of this run.")
-  flags.DEFINE_bool("quick", False, "See experiments.ablate.")
-  flags.DEFINE_string("suite", None, "The arm's suite; none: make the seed's start.")
-  flags.DEFINE_string("arm", None, "The arm, by its folder's name.")
-  flags.DEFINE_string("start", None, "Folder of the seed's start.")
-  flags.DEFINE_bool("tuning", False, "The arm at the base's lag and length.")
-  flags.DEFINE_float("learning_rate", None, "Of the policy; none: the base's.")
-  flags.DEFINE_integer("num_steps", None, "Learner steps; none: the base's.")
+  flags.DEFINE_string("folder", None, "The folder of this run.", required=True)
+  flags.DEFINE_integer("seed", 0, "The seed of this run.")
+  flags.DEFINE_bool("quick", False, "Uses the small size of experiments.ablate.")
+  flags.DEFINE_string("suite", None, "The suite of the arm. Without it, this run makes the start of the seed.")
+  flags.DEFINE_string("arm", None, "The arm, by the name of its folder.")
+  flags.DEFINE_string("start", None, "The folder of the seed's start.")
+  flags.DEFINE_bool("tuning", False, "Runs the arm at the base's lag and length.")
+  flags.DEFINE_float("learning_rate", None, "The policy's learning rate. Defaults to the base's.")
+  flags.DEFINE_integer("num_steps", None, "The number of learner steps. Defaults to the base's.")
 
 
 def main(argv: Sequence[str]) -> None:

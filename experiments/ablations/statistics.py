@@ -25,7 +25,9 @@ class Estimate(NamedTuple):
 
 
 def bootstrap_mean(values: Sequence[float]) -> Estimate:
-  """The mean and its `bootstrap_interval`; with one value, both bounds are NaN.
+  """Returns the mean and its `bootstrap_interval`.
+
+  A single value has no interval: both bounds are NaN.
 
   >>> bootstrap_mean([0.5, 0.5, 0.5])
   Estimate(mean=0.5, low=0.5, high=0.5, n=3)
@@ -39,10 +41,10 @@ def bootstrap_mean(values: Sequence[float]) -> Estimate:
 
 
 def paired_difference(arm: Mapping[int, float], reference: Mapping[int, float]) -> Estimate:
-  """`bootstrap_mean` of the differences arm - reference over the seeds that both have.
+  """Returns `bootstrap_mean` of the differences arm - reference over the seeds that both have.
 
   Raises:
-    ValueError: they share no seed.
+    ValueError: the arms share no seed.
   """
   shared = sorted(set(arm) & set(reference))
   if not shared:

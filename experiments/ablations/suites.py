@@ -1,8 +1,8 @@
-"""The suites of `experiments.ablate`: what each compares, and the config of every arm.
+"""The suites of `experiments.ablate`: the arms that each compares, and the config of every arm.
 
-Every arm is the base run with what differs, no more: the same start (one warm-started policy per seed), the same
-tasks in the same order, batch, steps, engine and critic pretraining. Group methods draw `batch_size / GROUP_SIZE`
-prompts of `GROUP_SIZE` rollouts each, so that all arms see equally many trajectories.
+Every arm is the base run with a few changes. All arms share the start (one warm-started policy per seed), the tasks and
+their order, the batch, the steps, the engine and the critic pretraining. Group methods draw `batch_size / GROUP_SIZE`
+prompts with `GROUP_SIZE` rollouts each, so that all arms see the same number of trajectories.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ REFERENCE = "SAO"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arm:
-  """One way to train."""
+  """One way to train, as changes to the base run."""
 
   name: str
-  """As tables and plots show it."""
+  """The name in tables and plots."""
   algorithm: str = "sao"
   """A key of `learner.algorithms.ALGORITHMS`."""
   learner: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Fields of `LearnerConfig`, over the algorithm's."""
+  """Fields of `LearnerConfig` that override the algorithm's."""
   value_pretraining: bool = True
   lag: int | None = None
-  """Policy versions by which the weights of every token are old; None: the base run's schedule."""
+  """Age in policy versions of the weights behind every token; None for the base run's schedule."""
   length: int = 1
-  """Times the base run's number of steps."""
+  """Number of steps, as a multiple of the base run's."""
   rated_as: Arm | None = None
-  """The arm whose learning rate it takes; None: the rate is tuned for it."""
+  """The arm whose learning rate this one uses; None to tune its own."""
 
   @property
   def slug(self) -> str:
-    """The name of its folder: the same in all suites, for the same settings only."""
+    """The name of the arm's folder. Suites share it if and only if the settings are the same."""
     name = self.name if self.length == 1 else f"{self.name} x{self.length}"
     return "".join(c if c.isalnum() else "_" for c in name.lower()).strip("_")
 
   @property
   def family(self) -> Arm:
-    """The arm at the base run's lag and length: what learning rates are tuned for."""
+    """The arm at the base run's lag and length, for which the learning rate is tuned."""
     if self.rated_as is not None:
       return self.rated_as.family
     name = self.name if self.lag is None else self.name.removesuffix(f", lag {self.lag}")
@@ -59,19 +59,19 @@ class Suite:
   title: str
   arms: tuple[Arm, ...]
   curves: tuple[str, ...]
-  """Metrics drawn over the learner's steps, success first."""
+  """The metrics to plot over the learner steps, success first."""
   base: str = "experiments.presets.ablation_cpu:make_config"
   """`module:function` of the run that all arms share."""
   simulation: bool = False
-  """The run is `online.simulation.train`: users whose preference changes."""
+  """Whether the run is `online.simulation.train`, whose users change their preference."""
   tuning_share: float = 0.4
-  """Share of the base's steps for which a learning rate is tried."""
+  """The share of the base's steps that a tuning run takes."""
   tuning_end: float = 0.4
-  """Share of those, at their end, whose training success decides."""
+  """The share of those steps, at the end, whose training success decides."""
 
 
 SAO = Arm(name=REFERENCE)
-# A minibatch's update is what PPO's clipping acts on: with one update per batch every ratio to pi_old is 1.
+# PPO's clipping acts on the updates of minibatches: with one update per batch, every ratio to pi_old is 1.
 _CLIPPED: Mapping[str, Any] = {"policy_minibatches": 4}
 GRPO = Arm(name="GRPO", algorithm="grpo", learner=_CLIPPED)
 GRPO_DIS = Arm(name="GRPO + DIS", algorithm="grpo_dis")
@@ -136,7 +136,7 @@ SUITES: Mapping[str, Suite] = {
     curves=("success_rate", "explained_variance", "advantage_std", "value_loss"),
   ),
   "staleness": Suite(
-    title="Who bears how old weights",
+    title="Robustness to old weights",
     arms=tuple(_lagged(arm, lag) for lag in LAGS for arm in MAIN_ARMS),
     curves=("success_rate", "dis_masked_fraction", "entropy", "approx_kl"),
   ),
@@ -150,7 +150,7 @@ SUITES: Mapping[str, Suite] = {
     tuning_end=1.0,
   ),
   "stability": Suite(
-    title="Who stays stable over four times the steps (Figure 3)",
+    title="Stability over four times the steps (Figure 3)",
     arms=tuple(dataclasses.replace(arm, length=4) for arm in MAIN_ARMS),
     curves=("success_rate", "entropy", "policy_grad_norm", "approx_kl"),
   ),
@@ -158,16 +158,16 @@ SUITES: Mapping[str, Suite] = {
 
 
 def reference_of(suite: Suite, arm: Arm) -> Arm:
-  """The arm that `arm` is compared with: SAO, at the same lag where the suite has several."""
+  """Returns the arm that `arm` is compared with: SAO, at the same lag if the suite has several lags."""
   name = REFERENCE if arm.lag is None else _lagged(SAO, arm.lag).name
   return next(other for other in suite.arms if other.name == name)
 
 
 def find(suite: str, arm: str) -> Arm:
-  """An arm by its folder's name.
+  """Finds an arm of a suite by the name of its folder.
 
   Raises:
-    ValueError: there is none of this name.
+    ValueError: the suite has no such arm.
   """
   for known in SUITES[suite].arms:
     if known.slug == arm:
@@ -178,14 +178,14 @@ def find(suite: str, arm: str) -> Arm:
 def arm_config(
   base: RunConfig, arm: Arm, *, seed: int, start: str | None, learning_rate: float | None = None
 ) -> RunConfig:
-  """The run of an arm.
+  """Makes the config of an arm's run.
 
   Args:
-    base: what all arms share.
-    arm: what differs.
-    seed: of tasks, sampling and critic.
-    start: the Hugging Face directory of the seed's warm-started policy; None: the base's own start.
-    learning_rate: of the policy, where it was tuned; None: the base's.
+    base: the run that all arms share.
+    arm: the changes to it.
+    seed: seed of tasks, sampling and critic.
+    start: the Hugging Face directory of the seed's warm-started policy; None for the base's own start.
+    learning_rate: the policy's tuned learning rate; None for the base's.
   """
   fields = dict(ALGORITHMS[arm.algorithm])
   if arm.learner.get("policy_minibatches", 1) > 1:
@@ -209,9 +209,9 @@ def arm_config(
 
 
 def quick(base: RunConfig) -> RunConfig:
-  """The same in a hundredth of the time: every stage of every arm runs, nothing is learned."""
+  """Returns a run of about a hundredth of the time, in which every stage runs but nothing is learned."""
   options = dict(base.env.options)
-  if "phase_steps" in options:  # a simulation of three phases
+  if "phase_steps" in options:  # a simulation with three phases
     options["phase_steps"] = 2
   return dataclasses.replace(
     base,

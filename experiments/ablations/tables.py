@@ -1,4 +1,4 @@
-"""The Markdown tables of suites: a row per arm, with its mean over seeds and the paired difference to SAO's."""
+"""Markdown tables of suites: one row per arm, with its mean over seeds and the paired difference to SAO."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def arms_table(
   title: str,
   more: Mapping[str, Callable[[str], str]],
 ) -> str:
-  """A suite's table.
+  """Makes the table of a suite.
 
   Args:
-    suite: its arms are the rows; one without results has empty cells.
-    rows: of the suite's CSV file.
-    success: by an arm's name, what arms are compared by, by seed.
-    title: of that column.
-    more: further columns: titles, and what makes a cell from an arm's name.
+    suite: its arms are the rows; an arm without results has empty cells.
+    rows: rows of the suite's CSV file.
+    success: maps the name of an arm to the figure by seed that the arms are compared by.
+    title: title of the column of that figure.
+    more: further columns: maps each title to a function from the name of an arm to a cell.
   """
   titles = ("arm", "lr", "seeds", title, "minus SAO, paired", *more)
   lines: list[tuple[str, ...]] = []
@@ -50,6 +50,6 @@ def arms_table(
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A Markdown table of cells."""
+  """Formats cells as a Markdown table."""
   head = f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}\n"
   return head + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

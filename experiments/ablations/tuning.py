@@ -1,4 +1,4 @@
-"""What the tuning runs of a suite found: the training success of each arm at each learning rate."""
+"""Outcomes of a suite's tuning runs: the training success of each arm at each learning rate."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Outcomes = Mapping[str, Mapping[float, float]]
 
 
 def end_success(folder: pathlib.Path, share: float) -> float:
-  """Mean training success over the end of a tuning run."""
+  """Returns the mean training success over the last `share` of a tuning run's steps."""
   steps, _ = metrics_io.read_metrics(folder)
   rates = [row["success_rate"] for row in steps[-max(1, round(share * len(steps))) :]]
   return sum(rates) / len(rates)
 
 
 def collect(suite: Suite, folder: pathlib.Path) -> Outcomes:
-  """Outcomes of the runs that have ended below `folder`, `ARM/RATE` each."""
+  """Collects the outcomes of the finished runs in the folders `ARM/RATE` below `folder`."""
   families = {arm.family.slug: arm.family.name for arm in suite.arms}
   return {
     name: {
@@ -36,7 +36,7 @@ def collect(suite: Suite, folder: pathlib.Path) -> Outcomes:
 
 
 def write_csv(path: pathlib.Path, outcomes: Outcomes) -> None:
-  """One row per arm and learning rate."""
+  """Writes one row per arm and learning rate."""
   with open(path, "w", newline="", encoding="utf-8") as file:
     writer = csv.writer(file)
     writer.writerow(("arm", "learning_rate", "success_rate"))
@@ -45,7 +45,7 @@ def write_csv(path: pathlib.Path, outcomes: Outcomes) -> None:
 
 
 def read_csv(path: pathlib.Path) -> Outcomes:
-  """Reads what `write_csv` wrote."""
+  """Reads a file of `write_csv`."""
   outcomes: dict[str, dict[float, float]] = {}
   with open(path, newline="", encoding="utf-8") as file:
     for row in csv.DictReader(file):
@@ -54,7 +54,7 @@ def read_csv(path: pathlib.Path) -> Outcomes:
 
 
 def table(outcomes: Outcomes) -> str:
-  """Markdown: arms down, learning rates across."""
+  """Makes a Markdown table with a row per arm and a column per learning rate."""
   rates = sorted({rate for found in outcomes.values() for rate in found})
   lines = [(arm, *(f"{found[rate]:.3f}" if rate in found else "" for rate in rates)) for arm, found in outcomes.items()]
   return tables.markdown(("training success of tuning runs", *(f"{rate:g}" for rate in rates)), lines)

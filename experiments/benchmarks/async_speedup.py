@@ -1,23 +1,24 @@
-"""What asynchrony pays on this machine: `python -m experiments.benchmarks.async_speedup`.
+"""Speed-up by asynchronous training on this machine: `python -m experiments.benchmarks.async_speedup`.
 
-One policy, one learner, equally many trajectories per step, three schedules in one process:
-  sync    a batch is generated to its last episode, then trained on;
-  group   async, but a trajectory waits for the slowest of the 8 rollouts of its prompt;
-  async   every rollout for itself, weights taken up in flight (SAO).
-Episodes have 1 to 6 turns of about 16 action tokens (random weights, one stop id in 16); every turn but the last calls
-a tool that sleeps a log-normal time, median 50 ms and sigma 1.2: 103 ms on average, 1.4 s for one call in 400. Turns
-and latencies are those of the task's number, so that sync and async run the same episodes. The learning rates are tiny:
-no schedule changes what is generated. The first steps compile and fill the queues and are not counted.
+Compares three schedules in one process, with the same policy, learner and number of trajectories per step:
+  sync    a batch is generated up to its last episode, then trained on;
+  group   asynchronous, but a trajectory waits for the slowest of the 8 rollouts of its prompt;
+  async   asynchronous single rollouts, with weights updated in flight (SAO).
+Episodes have 1 to 6 turns of about 16 action tokens (random weights; one token in 16 stops the action). Every turn but
+the last calls a tool that sleeps for a log-normal time: the median is 50 ms and sigma 1.2, so that the mean is 103 ms
+and one call in 400 takes 1.4 s. Turns and latencies depend on the task's number only, so that sync and async run the
+same episodes. The learning rates are so small that no schedule changes what is generated. The first steps compile and
+fill the queues and do not count.
 
-Each schedule is also simulated (`experiments.simulate_cluster`), fed with the episodes of the sync run and with its own
-seconds per decode step, per turn and per learner step: `share_of_simulated` is the measured speed-up over sync as a
-share of the simulated one. `share_of_separate` is the same with the stage times of the sync run, in which nothing
-overlaps, for all: what engine and learner would reach on machines of their own. The difference is what two programs
-lose that share these cores.
+Each schedule is also simulated (`experiments.simulate_cluster`), on the episodes of the sync run and with the measured
+seconds per decode step, per turn and per learner step. `share_of_simulated` is the measured speed-up over sync as a
+share of the simulated one. `share_of_separate` uses the stage times of the sync run, in which nothing overlaps, for all
+schedules: it estimates what engine and learner would reach on separate machines. The difference between the two is the
+loss from sharing these cores.
 
-Prediction written down before the first run: a sync step waits about 2 s for its slowest episode and works about 1 s;
-an async step works about 0.7 s, bound by the learner: 4 times sync, 90 % of the simulated. Groups lose little in
-throughput (slots are refilled while members wait) but are staler.
+Prediction before the first run: a sync step waits about 2 s for its slowest episode and works for about 1 s. An async
+step works for about 0.7 s and is bound by the learner, which makes it 4 times as fast as sync, or 90 % of the simulated
+speed-up. Groups lose little throughput, because slots are refilled while members wait, but their staleness is higher.
 """
 
 from __future__ import annotations
@@ -71,18 +72,18 @@ class LetterTokenizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Span:
-  """Where an episode's seconds went."""
+  """The seconds of an episode by what they were spent on."""
 
   tool_s: float
   other_s: float
 
 
 class SlowTool(Environment):
-  """1 to 6 turns, each but the last with a call of the tool; reward 1 for half of the episodes.
+  """An environment of 1 to 6 turns that calls a slow tool in each but the last; half of the episodes earn reward 1.
 
   Args:
-    salt: with the task's number the seed of turns and latencies.
-    spans: gets the seconds of every episode, by its task's number.
+    salt: together with the task's number, the seed of turns and latencies.
+    spans: receives the seconds of every episode by its task's number.
   """
 
   def __init__(self, salt: int, spans: dict[int, Span]) -> None:
@@ -109,16 +110,16 @@ class SlowTool(Environment):
     return Step(observation="o" * 8)
 
   def _note(self) -> None:
-    """Kept at every turn: an episode that is truncated ends without a word to its environment."""
+    """Records the seconds at every turn, since the environment is not informed when its episode is truncated."""
     other_s = time.perf_counter() - self._began - self._tool_s
     self._spans[self._task] = Span(tool_s=self._tool_s, other_s=other_s)
 
   def close(self) -> None:
-    """Holds nothing."""
+    """Does nothing: there are no resources."""
 
 
 def make_domain(schedule: str, spans: dict[int, Span]) -> Domain:
-  """The task; the members of a group differ in turns and latencies."""
+  """Makes the task. With `group`, the members of a group differ in turns and latencies."""
   salts = itertools.count() if schedule == "group" else itertools.repeat(0)
 
   def make_env(split: Split) -> SlowTool:
@@ -129,7 +130,7 @@ def make_domain(schedule: str, spans: dict[int, Span]) -> Domain:
 
 @dataclasses.dataclass
 class Replay:
-  """A workload: the recorded episodes in their order, again and again."""
+  """A workload that repeats recorded episodes in their order."""
 
   episodes: Sequence[Episode]
   place: int = 0
@@ -140,7 +141,7 @@ class Replay:
 
 
 def make_config(schedule: str, *, batch_size: int, slots: int) -> RunConfig:
-  """The run of one schedule; `group` is the async one, its groups are made by `make_schedule`."""
+  """Makes the config of a schedule's run. `group` has the async config; `make_schedule` adds its groups."""
   still = OptimizerConfig(learning_rate=1e-12)
   return RunConfig(
     schedule="sync" if schedule == "sync" else "async",
@@ -164,7 +165,7 @@ def make_config(schedule: str, *, batch_size: int, slots: int) -> RunConfig:
 
 
 def make_schedule(parts: Components, schedule: str) -> tuple[RolloutSchedule, WeightSync]:
-  """The config's own schedule; for `group` the asynchronous one with whole groups."""
+  """Makes the config's own schedule; for `group`, the asynchronous schedule with whole groups."""
   if schedule != "group":
     return parts.make_schedule()
   config = parts.config
@@ -179,26 +180,26 @@ def make_schedule(parts: Components, schedule: str) -> tuple[RolloutSchedule, We
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-  """A schedule's run, over the steps that count."""
+  """Measurements of a schedule's run over the steps that count."""
 
   trajectories_per_s: float
   engine_busy_fraction: float
   learner_busy_fraction: float
   staleness_mean: float
   dropped_stale: int
-  # Stage times; they are those of each stage alone in `sync` only.
+  # With `sync`, these are the times of each stage alone; otherwise the stages slow each other down.
   token_s: float
-  """Seconds per decode step, prefills included."""
+  """Seconds per decode step, including prefill."""
   turn_s: float
-  """Seconds of a turn beyond its decode steps and its tool: rounding to whole chunks, waits for their ends."""
+  """Seconds of a turn beyond its decode steps and its tool: rounding up to chunks, and waiting for chunks to end."""
   train_s: float
-  """Seconds of a learner step, publication included."""
+  """Seconds of a learner step, including the publication of weights."""
   episodes: tuple[Episode, ...]
-  """What was generated, in the order of the requests."""
+  """The episodes of the trained trajectories, in the order of their requests."""
 
 
 def measure(schedule: str, *, batch_size: int, slots: int, steps: int, warmup_steps: int) -> Measured:
-  """Runs a schedule's loop and counts after the warm-up."""
+  """Runs the loop of a schedule and measures it after the warm-up."""
   spans: dict[int, Span] = {}
   with Components(make_config(schedule, batch_size=batch_size, slots=slots), make_domain(schedule, spans)) as parts:
     policy = parts.init_policy()
@@ -221,7 +222,7 @@ def measure(schedule: str, *, batch_size: int, slots: int, steps: int, warmup_st
 def _step(
   parts: Components, state: LearnerState, step: int, source: RolloutSchedule, weights: WeightSync
 ) -> tuple[LearnerState, tuple[list[Trajectory], float]]:
-  """One step as in `sao_jax.training.loop`; returns its trajectories and the learner's seconds too."""
+  """Runs one step of the loop in `sao_jax.training.loop`; also returns its trajectories and the learner's seconds."""
   trajectories = source.next_batch(version=step - 1)
   began = time.perf_counter()
   state, report = parts.update(state, parts.pack(trajectories))
@@ -242,7 +243,7 @@ def _summary(
 ) -> Measured:
   counts = {key: parts.engine.counters[key] - before[key] for key in ("busy_seconds", "chunks")}
   if not counts["chunks"]:
-    raise ValueError(f"nothing was decoded while {steps} steps were measured (the engine was ahead): more are needed.")
+    raise ValueError(f"steps must be larger: the engine was ahead and decoded nothing during {steps} measured steps.")
   token_s = counts["busy_seconds"] / (counts["chunks"] * parts.config.engine.chunk_steps)
   trajectories = sorted((x for x, _ in done), key=lambda x: x.episode_id)
   episodes = tuple(
@@ -264,7 +265,7 @@ def _summary(
 
 
 def predict(schedule: str, stages: Measured, episodes: Sequence[Episode], *, batch_size: int, slots: int) -> Result:
-  """The simulation's word on a schedule, from the stage times of `stages`."""
+  """Simulates a schedule with the stage times of `stages`."""
   names: dict[str, Schedule] = {"sync": "sync", "group": "group_async", "async": "async"}
   config = ClusterConfig(
     schedule=names[schedule], num_engines=1, slots=slots, token_s=stages.token_s, turn_s=stages.turn_s,
@@ -275,7 +276,7 @@ def predict(schedule: str, stages: Measured, episodes: Sequence[Episode], *, bat
 
 
 def run(*, batch_size: int, slots: int, steps: int, warmup_steps: int) -> dict[str, object]:
-  """Measures and simulates every schedule, prints rows and returns the last line's object."""
+  """Measures and simulates every schedule, prints rows and returns the object of the last line."""
   print("schedule   traj/s  simulated  engine busy  learner busy  staleness  (simulated)  dropped")
   measured: dict[str, Measured] = {}
   simulated: dict[str, Result] = {}
@@ -299,7 +300,7 @@ def run(*, batch_size: int, slots: int, steps: int, warmup_steps: int) -> dict[s
   expected = simulated["async"].trajectories_per_s / simulated["sync"].trajectories_per_s
   apart = predict("async", alone, alone.episodes, batch_size=batch_size, slots=slots).trajectories_per_s
   separate = apart / simulated["sync"].trajectories_per_s
-  print(f"async is {speedup:.2f} times sync (simulated: {expected:.2f}; on machines of their own: {separate:.2f})")
+  print(f"async: {speedup:.2f} times as fast as sync (simulated: {expected:.2f}; on separate machines: {separate:.2f})")
   return {
     "trajectories_per_s": speed,
     "speedup_async_over_sync": speedup,
@@ -315,11 +316,13 @@ def run(*, batch_size: int, slots: int, steps: int, warmup_steps: int) -> dict[s
 
 
 def define_flags() -> None:
-  """Defines the command's flags (not at import: other commands have flags of the same names)."""
-  flags.DEFINE_integer("batch_size", 64, f"Trajectories per step; a multiple of {GROUP_SIZE}.", lower_bound=GROUP_SIZE)
-  flags.DEFINE_integer("slots", 64, "Episodes at once.", lower_bound=1)
-  flags.DEFINE_integer("steps", 30, "Learner steps that count.", lower_bound=1)
-  flags.DEFINE_integer("warmup_steps", 10, "Learner steps before them.", lower_bound=1)
+  """Defines the command's flags. Importing the module does not, since other commands use the same names."""
+  flags.DEFINE_integer(
+    "batch_size", 64, f"The trajectories per step, a multiple of {GROUP_SIZE}.", lower_bound=GROUP_SIZE
+  )
+  flags.DEFINE_integer("slots", 64, "The number of episodes at a time.", lower_bound=1)
+  flags.DEFINE_integer("steps", 30, "The number of learner steps to measure.", lower_bound=1)
+  flags.DEFINE_integer("warmup_steps", 10, "The number of learner steps before the measurement.", lower_bound=1)
 
 
 def main(argv: Sequence[str]) -> None:

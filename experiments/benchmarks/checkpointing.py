@@ -1,10 +1,10 @@
-"""What saving costs the learner: `python -m experiments.benchmarks.checkpointing`.
+"""Cost of saving checkpoints for the learner: `python -m experiments.benchmarks.checkpointing`.
 
-Learner steps of the main preset (its model, its batch of 128 trajectories, here demonstrations) in three ways that
-take turns in one process: without saving, with a checkpoint started in every step, and with one in `--steps` steps. A
-full queue of finished trajectories is saved with each. `stall_share` is the time for which the call of `save` keeps the
-learner from its next step, over the time of a step. The slowdowns also count what the writing thread takes from the
-steps that run meanwhile (on a CPU it shares the cores with them); `slowdown_as_preset` is that of one save in
+Runs learner steps of the main preset (its model and its batch of 128 trajectories, here demonstrations) in three modes
+that take turns in one process: without saving, with a checkpoint in every step, and with one checkpoint in `--steps`
+steps. Each checkpoint includes a full queue of finished trajectories. `stall_share` is the time for which `save` blocks
+the learner, divided by the time of a step. The slowdowns also include the cost of the writing thread to the steps that
+run at the same time; on a CPU they share cores. `slowdown_as_preset` is the slowdown by one save in
 `checkpoint.every_steps` steps.
 """
 
@@ -41,7 +41,7 @@ from sao_jax.types import Domain, Trajectory
 
 
 def demonstrations(parts: Components, count: int) -> list[Trajectory]:
-  """Trajectories as long as the task's are, their log-probs made up."""
+  """Makes trajectories as long as the task's, with artificial log-probs."""
   rng = np.random.default_rng(0)
   demonstrate = parts.domain.demonstrate
   assert demonstrate is not None
@@ -54,7 +54,7 @@ def demonstrations(parts: Components, count: int) -> list[Trajectory]:
 
 
 class Bench:
-  """A learner with everything that a checkpoint of it needs."""
+  """A learner with everything that its checkpoint needs."""
 
   def __init__(self, config: RunConfig, domain: Domain, workdir: pathlib.Path):
     self.parts = Components(config, domain)
@@ -78,21 +78,21 @@ class Bench:
     self.saved = 0
 
   def step(self) -> float:
-    """Seconds of one learner step."""
+    """Runs one learner step; returns its seconds."""
     began = time.perf_counter()
     self.state, report = self.parts.update(self.state, self.parts.pack(self.batch))
     jax.device_get(report)
     return time.perf_counter() - began
 
   def save(self) -> float:
-    """Seconds for which the call of `save` holds the learner up."""
+    """Saves a checkpoint; returns the seconds for which the call blocks the learner."""
     self.saved += 1
     began = time.perf_counter()
     self.run.save(self.saved, self.state, metric=0.0)
     return time.perf_counter() - began
 
   def steps(self, count: int, *, save_every: int | None) -> tuple[float, list[float]]:
-    """`(seconds of so many steps, of the calls of save among them)`."""
+    """Runs `count` steps; returns their seconds and the seconds of each `save` among them."""
     began = time.perf_counter()
     stalls = []
     for i in range(count):
@@ -105,7 +105,7 @@ class Bench:
 
 
 def measure(config: RunConfig, domain: Domain, workdir: pathlib.Path, *, steps: int, rounds: int) -> dict[str, Any]:
-  """Runs the three ways by turns; returns what is printed last."""
+  """Measures the three modes in turns; returns the result that is printed last."""
   bench = Bench(config, domain, workdir)
   with bench.parts, bench.checkpointer:
     for _ in range(2):
@@ -148,11 +148,11 @@ def main(argv: Sequence[str]) -> None:
   with tempfile.TemporaryDirectory(prefix="checkpointing-") as workdir:
     domain = tool_math.make_domain(**config.env.options)
     result = measure(config, domain, pathlib.Path(workdir), steps=flags.FLAGS.steps, rounds=flags.FLAGS.rounds)
-  print(f"a save holds the learner up for {result['stall_ms']} ms, {result['stall_share']:.1%} of a step")
+  print(f"a save blocks the learner for {result['stall_ms']} ms, {result['stall_share']:.1%} of a step")
   print(json.dumps(result))
 
 
 if __name__ == "__main__":
-  flags.DEFINE_integer("steps", 8, "Learner steps per round and way.", lower_bound=2)
-  flags.DEFINE_integer("rounds", 5, "Rounds.", lower_bound=1)
+  flags.DEFINE_integer("steps", 8, "The number of learner steps per round and mode.", lower_bound=2)
+  flags.DEFINE_integer("rounds", 5, "The number of rounds. Figures are medians over rounds.", lower_bound=1)
   command.run(main)

@@ -1,24 +1,24 @@
-"""GAE on packed rows, with masks and segments, against google-tunix's unmasked one.
+"""Speed of GAE on packed rows with masks and segments, compared with google-tunix's unmasked GAE.
 
-Run `python -m experiments.benchmarks.gae`; human-readable rows, then one JSON object on the last line.
+Run `python -m experiments.benchmarks.gae`. It prints readable rows, then one JSON object on the last line.
 
-Ours does more: observation tokens are skipped, rows hold several segments with their own lambda, and nothing crosses a
-segment's end. Tunix's `compute_gae_advantages` gets an all-ones mask and one lambda, and also whitens its result. Both
-are jitted, fed the same random rows, and take turns; the best of each is reported (ms per call). Where google-tunix
-is not installed its figures and the ratios are null.
+This library's function does more: it skips observation tokens, and rows hold several segments with their own lambdas.
+Nothing crosses the end of a segment. Tunix's `compute_gae_advantages` gets an all-ones mask and one lambda, and also
+whitens its result. Both are jitted, use the same random rows and take turns. The figure is the best time of each, in ms
+per call. Without google-tunix, its figures and the ratios are null.
 
-Also reported: the log-depth scan that accelerators get, and on an accelerator the sequential one (what the choice by
-platform saves).
+The log-depth scan for accelerators is timed too. On an accelerator, so is the sequential scan, to show what the choice
+by platform saves.
 
-Expected before the first measurement (2 CPU cores; noted down after it): Tunix takes 4.9 ms at 4 x 131,072, 37 ns a
-step, so the loop's cost per step rules, not memory. A plain scan with two more arrays a step costs about what Tunix's
-does; a blocked scan (blocks of the row side by side, vectorised) needs 1 to 2 ms and wins.
+Expected before the first measurement (2 CPU cores; written down after it): Tunix takes 4.9 ms at 4 x 131,072. This is
+37 ns per step, so the loop's cost per step dominates, not memory. A plain scan with two more arrays per step costs
+about as much as Tunix's. A blocked scan (blocks of the row side by side, vectorised) needs 1 to 2 ms and wins.
 
-Found at 4 x 131,072, best of 20, one quiet process: the plain scan 2.7 to 3.1 ms, Tunix's loop without its whitening
-2.3 to 2.6; unrolled 4, 8, 16 times 4.5, 11, 35 ms; blocked, with 64 to 1,024 tokens a block, 3.5 to 14.5 ms; log-depth
-15.6 ms. The expectation about blocks was wrong (their transposes and second output are traffic that the plain scan does
-not have; not profiled further), so the plain scan stayed. With all CPUs busy the ratio to Tunix was 0.9 at 4 x 131,072
-and 1.2 at 8 x 1,024.
+Measured at 4 x 131,072, best of 20, in one process on a quiet machine: the plain scan takes 2.7 to 3.1 ms, Tunix's loop
+without its whitening 2.3 to 2.6 ms. Unrolled 4, 8 and 16 times, the scan takes 4.5, 11 and 35 ms; blocked, with 64 to
+1,024 tokens per block, 3.5 to 14.5 ms; with log depth, 15.6 ms. The expectation about blocks was wrong: their
+transposes and second output are memory traffic that the plain scan does not have (not profiled further). So the plain
+scan stayed. With all CPUs busy, the ratio to Tunix was 0.9 at 4 x 131,072 and 1.2 at 8 x 1,024.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Rows = tuple[jax.Array, ...]
 
 
 def make_rows(rows: int, length: int, seed: int) -> Rows:
-  """Rewards, values, action mask, segment ids and lambda, all `[rows, length]`: segments of 200 to 4,000 tokens."""
+  """Makes rewards, values, action mask, segment ids and lambda `[rows, length]`; segments have 200 to 4,000 tokens."""
   rng = np.random.default_rng(seed)
   ids = np.zeros((rows, length), np.int32)
   for row in ids:
@@ -58,13 +58,13 @@ def make_rows(rows: int, length: int, seed: int) -> Rows:
 
 
 def ours(r: jax.Array, v: jax.Array, mask: jax.Array, ids: jax.Array, lambda_: jax.Array) -> jax.Array:
-  """The library's function as the learner uses it: vmapped over packed rows."""
+  """Runs the library's function as the learner does: vmapped over packed rows."""
   row = functools.partial(advantages.skip_observation_gae, discount=1.0)
   return jax.vmap(lambda r, v, m, s, l: row(r, v, m, lambda_=l, segment_ids=s))(r, v, mask, ids, lambda_)
 
 
 def one_scan(scan: Callable[[_recurrences.GaeInputs], jax.Array]) -> Callable[..., jax.Array]:
-  """One of the two scans, whatever the platform would choose."""
+  """Returns a function that uses the given scan on any platform."""
 
   def row(r: jax.Array, v: jax.Array, mask: jax.Array, ids: jax.Array, lambda_: jax.Array) -> jax.Array:
     end = jnp.concatenate([ids[1:] != ids[:-1], jnp.ones_like(mask[:1])])
@@ -77,12 +77,12 @@ def one_scan(scan: Callable[[_recurrences.GaeInputs], jax.Array]) -> Callable[..
 
 
 def tunix_gae() -> Callable[..., jax.Array] | None:
-  """Tunix's function on the same rows, unmasked, or None where it is not installed."""
+  """Returns Tunix's function on the same rows, unmasked; None if Tunix is not installed."""
   try:
     with require_extra("bench"):
       from tunix.rl import algo_core
   except ImportError as error:
-    print(f"google-tunix is not compared: {error}")
+    print(f"without google-tunix, there is no comparison: {error}")
     return None
   gae: Callable[..., jax.Array] = lambda r, v, mask, ids, lambda_: algo_core.compute_gae_advantages(  # noqa: E731
     r, v, jnp.ones_like(r), 1.0, 0.95
@@ -91,7 +91,7 @@ def tunix_gae() -> Callable[..., jax.Array] | None:
 
 
 def best_times(functions: dict[str, Callable[..., jax.Array]], rows: Rows, repeats: int) -> dict[str, float]:
-  """Milliseconds of the fastest call; the functions take turns, so that other load on the machine hits all alike."""
+  """Returns the milliseconds of each function's fastest call. Turns make other load affect all alike."""
   compiled = {name: jax.jit(f) for name, f in functions.items()}
   for f in compiled.values():
     jax.block_until_ready(f(*rows))
@@ -105,9 +105,9 @@ def best_times(functions: dict[str, Callable[..., jax.Array]], rows: Rows, repea
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description="Times skip-observation GAE; one JSON object on the last line.")
-  parser.add_argument("--repeats", type=int, default=30)
-  parser.add_argument("--seed", type=int, default=0)
+  parser = argparse.ArgumentParser(description="Times skip-observation GAE. The last line is one JSON object.")
+  parser.add_argument("--repeats", type=int, default=30, help="The number of rounds. The best time counts.")
+  parser.add_argument("--seed", type=int, default=0, help="The seed of the random rows.")
   arguments = parser.parse_args()
   functions: dict[str, Callable[..., jax.Array]] = {"ours": ours, "associative": one_scan(_recurrences.gae_associative)}
   if (tunix := tunix_gae()) is not None:

@@ -1,31 +1,32 @@
 """Speed of the policy's loss and gradient: `python -m experiments.benchmarks.learner`.
 
-The sampler benchmark's model (Qwen3, 4 layers, d 128, vocabulary 1,024, float32, random weights), 8 rows of 288
-tokens, all but the first 32 of each actions. This library's DIS loss on chunked log-probs and, where google-tunix is
-installed, its `compute_per_token_logps` with a PPO loss take turns in one process, as does a large float32 matmul;
-the best of each is kept. Each runs on one CPU device and with its rows split over a device per core (`mesh.data` here);
-`tokens_per_s` is ours on all of them, `tunix_tokens_per_s` the better of Tunix's two. Also timed: the same loss on a
-packed batch of long-tailed lengths, per real token.
+The model is that of the sampler benchmark (Qwen3, 4 layers, d 128, vocabulary 1,024, float32, random weights). The
+batch has 8 rows of 288 tokens, of which all but the first 32 are actions. Three programs take turns in one process, and
+the best time of each counts: this library's DIS loss on chunked log-probs; Tunix's `compute_per_token_logps` with a PPO
+loss, if google-tunix is installed; and a large float32 matmul. Each loss runs on one CPU device, and again with its
+rows split over one device per core (`mesh.data` in this library). `tokens_per_s` is this library on all devices;
+`tunix_tokens_per_s` is the better of Tunix's two. The same loss is also timed on a packed batch with long-tailed
+lengths, per real token.
 
 `share_of_limit` = 3 x forward FLOPs (projections, head, causal attention) x tokens/s / the matmul rate.
 
 Expected before the first measurement (2 CPU cores, matmul limit 60 to 125 GFLOP/s): 6.5 MFLOP per token forward and
-backward, at half of the limit about 6,000 tokens/s; Tunix 3,800, as measured before; packing costs its padding, about
-5 %. Before tuning on a quiet machine: 8,200 tokens/s on one device, 17 % of a limit of 301 GFLOP/s; attention over
-contiguous heads and two devices were expected to bring 1.6 times that.
+backward, so about 6,000 tokens/s at half of the limit; 3,800 for Tunix, as measured before; packing costs its padding,
+about 5 %. Before tuning, on a quiet machine: 8,200 tokens/s on one device, 17 % of a limit of 301 GFLOP/s. Attention
+over contiguous heads and two devices were expected to make this 1.6 times as fast.
 
-Found (quiet, 2 cores): 12,700 tokens/s on two devices, 28 % of 285 GFLOP/s, 1.39 times Tunix's 9,100; on one device
-10,100 against 6,900, 1.46 times. The aims of 2 times Tunix and 30 % are missed. Packing costs nothing per real token.
-In microbatches of 1 and 4 rows per device 11,300 and 9,800.
+Measured (quiet, 2 cores): 12,700 tokens/s on two devices, 28 % of 285 GFLOP/s and 1.39 times Tunix's 9,100. On one
+device, 10,100 against 6,900, 1.46 times. The goals of 2 times Tunix and 30 % are missed. Packing costs nothing per real
+token. Microbatches of 1 and 4 rows per device give 11,300 and 9,800.
 
-What bounds it: the matmuls alone, forward and backward, take 83 ms of the 230 ms that one device needs (60 % of the
-limit: their inner dimension is 128). Of the 67 ms of a microbatch's trunk the matmuls of the layers take 26 and
-attention 11; leaving out the norms saves 15 and the rotation 10: passes over small arrays, each on one thread.
-Attention through `jax.nn.dot_product_attention` took 24 ms in place of 11.
+The limits: the matmuls alone, forward and backward, take 83 of the 230 ms that one device needs. With an inner
+dimension of 128, they reach 60 % of the limit. Of the 67 ms of a microbatch's trunk, the matmuls of the layers take 26
+and attention takes 11. Removing the norms saves 15 and removing the rotation saves 10: these are passes over small
+arrays, each on one thread. Attention with `jax.nn.dot_product_attention` took 24 ms instead of 11.
 
-One row of 1,024, 4,096 and 8,192 tokens (`--row_lengths`, one device, everything computed again in the backward pass)
-takes 0.21, 3.1 and 23 s: attention's square rules from the start, and the loop over blocks that rows from 8,192 tokens
-on need on a CPU costs about twice as much per score. 32,768 tokens were not waited for.
+One row of 1,024, 4,096 and 8,192 tokens (`--row_lengths`, one device, every layer recomputed in the backward pass)
+takes 0.21, 3.1 and 23 s. Attention's quadratic cost dominates from the start. The loop over blocks, which a CPU needs
+from 8,192 tokens on, costs about twice as much per score. The run of 32,768 tokens was not completed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ ROWS, LENGTH = 8, 288
 
 
 def make_trajectory(rng: np.random.Generator, length: int, index: int) -> Trajectory:
-  """A trajectory of random tokens whose prompt is `PROMPT_TOKENS` long, or half of it if it is short."""
+  """Makes a trajectory of random tokens. Its prompt has `PROMPT_TOKENS` tokens, or half of all if that is shorter."""
   mask = np.arange(length) >= min(decoding.PROMPT_TOKENS, length // 2)
   return Trajectory(
     tokens=rng.integers(1, decoding.MODEL.vocab_size, length).astype(np.int32),
@@ -73,7 +74,7 @@ def make_trajectory(rng: np.random.Generator, length: int, index: int) -> Trajec
 
 
 def make_batches(seed: int, rows_per_microbatch: int) -> dict[str, tuple[TokenBatch, int]]:
-  """`full`: rows without padding; `packed`: log-normal lengths in rows as long; each with its number of tokens."""
+  """Makes two batches: `full` has rows without padding, `packed` has log-normal lengths. Each has its token count."""
   rng = np.random.default_rng(seed)
   full = [make_trajectory(rng, LENGTH, i) for i in range(ROWS)]
   lengths = np.clip(rng.lognormal(np.log(80), 0.9, 10_000), 8, LENGTH).astype(int)
@@ -91,7 +92,7 @@ def make_batches(seed: int, rows_per_microbatch: int) -> dict[str, tuple[TokenBa
 def ours(
   config: LearnerConfig, params: Any, mesh: Mesh, *, model: ModelConfig = decoding.MODEL
 ) -> Callable[[TokenBatch], Any]:
-  """`f(batch)`: the learner's loss and gradient, as its step computes them on a mesh."""
+  """Returns `f(batch)`: the learner's loss and gradient as its step computes them on a mesh."""
   apply = parallel.constrain_params(policy_apply(model), mesh)
   params = parallel.place(params, mesh)
 
@@ -107,8 +108,10 @@ def ours(
 
 
 def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
-  """`f(batch, mesh)` for rows without padding: a call of Tunix's log-probs and PPO loss with their gradient; None if
-  it is not installed."""
+  """Returns `f(batch, mesh)`, which prepares a call of Tunix's log-probs and PPO loss with their gradient.
+
+  The rows must not be padded. Returns None if Tunix is not installed.
+  """
   try:
     from flax import nnx
 
@@ -117,7 +120,7 @@ def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
 
     graph, weights = nnx.split(decoding.tunix_model())
   except ImportError as error:
-    print(f"google-tunix is not compared: {error}")
+    print(f"without google-tunix, there is no comparison: {error}")
     return None
 
   @jax.jit
@@ -134,8 +137,8 @@ def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
     return jax.value_and_grad(loss)(weights)
 
   def call(batch: TokenBatch, mesh: Mesh) -> Callable[[], Any]:
-    """On all devices of the mesh its rows are split, and the compiler does the rest, as for ours."""
-    # Rows of padding, where microbatches have more than there are, are computed as ours are.
+    """Splits the rows over all devices of the mesh and leaves the rest to the compiler, as in `ours`."""
+    # Microbatches beyond the number of rows contain rows of padding, which are computed here as in `ours`.
     tokens = jax.device_put(batch.tokens.reshape(-1, LENGTH), NamedSharding(mesh, PartitionSpec("data")))
     placed = jax.device_put(weights, parallel.replicated(mesh))
     return lambda: gradient(placed, tokens)
@@ -144,14 +147,14 @@ def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
 
 
 def data_mesh(devices: Sequence[jax.Device]) -> Mesh:
-  """A mesh that splits rows."""
+  """Makes a mesh that splits rows over the devices."""
   return parallel.make_mesh(parallel.MeshConfig(data=len(devices)), devices)
 
 
 def make_contenders(
   config: LearnerConfig, rows_per_microbatch: int
 ) -> dict[str, tuple[Callable[[], Any], float, float]]:
-  """By name: the call, its real tokens, and their share of the tokens it computes."""
+  """Returns for each name the call, its number of real tokens, and the share of real tokens among those computed."""
   params = init_policy(decoding.MODEL, jax.random.key(0))
   peer = tunix()
   contenders: dict[str, tuple[Callable[[], Any], float, float]] = {}
@@ -168,7 +171,7 @@ def make_contenders(
 
 
 def run(*, repeats: int, chunk_size: int, rows_per_microbatch: int) -> dict[str, float | None]:
-  """Times all contenders in turn, prints rows and returns the last line's object."""
+  """Times all contenders in turns, prints rows and returns the object of the last line."""
   config = learner_config("sao", logprob_chunk_size=chunk_size)
   contenders = make_contenders(config, rows_per_microbatch)
   for call, _, _ in contenders.values():
@@ -200,13 +203,15 @@ def run(*, repeats: int, chunk_size: int, rows_per_microbatch: int) -> dict[str,
   for name, rate in rates.items():
     print(f"  {name:<22} {rate:>9,.0f} tokens/s  {rate * flops / 1e9:>6.1f} GFLOP/s")
   print(f"  matmul {gflops:>6.1f} GFLOP/s; share of it: {result['share_of_limit']:.1%}; {result['devices']} devices")
-  print(f"  packing costs {result['packed_loss']:.1%} per real token at a fill of {result['packed_fill']:.1%}")
+  print(f"  packing costs {result['packed_loss']:.1%} per real token; its fill is {result['packed_fill']:.1%}")
   return result
 
 
 def row_growth(lengths: Sequence[int], chunk_size: int) -> dict[str, float]:
-  """Seconds of the loss and gradient on one row of each length, on one device; every layer is computed again in the
-  backward pass."""
+  """Times the loss and gradient on one row of each length, on one device; returns the seconds by length.
+
+  The backward pass recomputes every layer.
+  """
   mesh = data_mesh(jax.devices()[:1])
   model = dataclasses.replace(decoding.MODEL, remat="full")
   loss = ours(
@@ -229,19 +234,21 @@ def row_growth(lengths: Sequence[int], chunk_size: int) -> dict[str, float]:
 
 
 def define_flags() -> None:
-  """Defines the command's flags (not at import: other commands have flags of the same names)."""
-  flags.DEFINE_integer("repeats", 10, "Rounds; the best of each contender counts.", lower_bound=1)
-  flags.DEFINE_integer("rows_per_microbatch", 2, "Rows whose activations are alive at once, per device.", lower_bound=1)
-  flags.DEFINE_list("row_lengths", [], "Also time one row of each of these lengths.")
-  flags.DEFINE_integer("chunk_size", 1_024, "Tokens whose logits are held at once.", lower_bound=1)
+  """Defines the command's flags. Importing the module does not, since other commands use the same names."""
+  flags.DEFINE_integer("repeats", 10, "The number of rounds. The best time of each contender counts.", lower_bound=1)
+  flags.DEFINE_integer(
+    "rows_per_microbatch", 2, "The number of rows per device whose activations exist at a time.", lower_bound=1
+  )
+  flags.DEFINE_list("row_lengths", [], "Also times one row of each of these lengths.")
+  flags.DEFINE_integer("chunk_size", 1_024, "The number of tokens whose logits exist at a time.", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:
   del argv
   lengths = flags.FLAGS["row_lengths"].value
   if not all(length.isdecimal() for length in lengths):
-    raise app.UsageError(f"--row_lengths must be numbers of tokens, comma-separated; received {lengths}.")
-  # A CPU device per core; without effect where there is an accelerator.
+    raise app.UsageError(f"--row_lengths must be numbers of tokens separated by commas; received {lengths}.")
+  # One CPU device per core; no effect on a machine with an accelerator.
   jax.config.update("jax_num_cpu_devices", decoding.num_cores())
   names = ("repeats", "chunk_size", "rows_per_microbatch")
   result = run(**{name: flags.FLAGS[name].value for name in names})

@@ -1,8 +1,9 @@
 """Cost of the sandboxed Python tool: `python -m experiments.benchmarks.python_tool`.
 
-For each backend that works here: a fresh session with one call (what an episode's first call costs), and a repeated
-call in a live session; wall-clock per call with one caller, calls per second with several, and CPU time per call summed
-over this process, the zygote and the sessions (that is what training loses on a small machine).
+For each backend that works on this machine, it measures a new session with one call (the cost of an episode's first
+call) and a repeated call in a live session. It prints wall-clock time per call with one caller, calls per second with
+several callers, and CPU time per call. CPU time is summed over this process, the zygote and the sessions; on a small
+machine, it is lost to training.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from absl import flags
 from experiments.support import command
 from sao_jax.envs.sandbox import PythonTool, PythonToolConfig
 
-_CALLS = flags.DEFINE_integer("calls", 500, "Number of calls per measurement.", lower_bound=1)
-_THREADS = flags.DEFINE_integer("threads", 8, "Concurrent callers in the throughput measurement.", lower_bound=1)
+_CALLS = flags.DEFINE_integer("calls", 500, "The number of calls per measurement.", lower_bound=1)
+_THREADS = flags.DEFINE_integer("threads", 8, "The number of callers in the throughput measurement.", lower_bound=1)
 
 _CODE = "a = 127\nprint(a * 391 - 18)"
 
 
 def _cpu_seconds() -> float:
-  """CPU time so far of this process and of all it has started: live ones, and those that their parents have reaped."""
+  """Returns the CPU seconds of this process and its descendants, including those that their parents have reaped."""
   usage: dict[int, tuple[int, int]] = {}
   for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -65,7 +66,7 @@ def _measure(backend: Any, work: Callable[[PythonTool, int], None], calls: int, 
     for future in [pool.submit(work, tool, share) for _ in range(threads)]:
       future.result()
   many = time.perf_counter() - start
-  time.sleep(0.2)  # what was killed is reaped, and counted
+  time.sleep(0.2)  # until killed processes are reaped, which makes their CPU time count
   cpu = _cpu_seconds() - cpu
   tool.close()
   return {

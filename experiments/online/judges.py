@@ -1,4 +1,4 @@
-"""Who says whether an answer is good, and in which style it is."""
+"""Judges, which decide whether an answer is good and which style it has."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from experiments.online.questions import STYLES
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What a judge finds."""
+  """A judge's decision about an answer."""
 
   quality: bool
   style: str | None
-  """One of `STYLES`, or None: no style, or a mixture."""
+  """One of `STYLES`, or None for no style or a mixture."""
 
   def reward(self, preferred: str) -> float:
-    """r = r_quality r_style, both in {0, 1} (METHOD, online learning simulation)."""
+    """Returns r = r_quality r_style, both in {0, 1} (METHOD, online learning simulation)."""
     return float(self.quality and self.style == preferred)
 
 
 class Judge(Protocol):
-  """Reads a question and an answer; called from several threads."""
+  """Judges an answer to a question. Several threads call it."""
 
   def __call__(self, question: str, answer: str) -> Verdict: ...
 
@@ -43,19 +43,19 @@ Reply with one JSON object and nothing else: {{"quality": 0 or 1, "style": "..."
 
 
 class JudgeError(RuntimeError):
-  """The judge could not be asked, or did not say what it was asked for."""
+  """The judge could not be reached, or its reply was not a verdict."""
 
 
 class ChatJudge:
   """A judge behind an OpenAI-compatible chat endpoint: any model that follows `JUDGE_PROMPT`.
 
   Args:
-    url: of the server, such as `http://localhost:8000/v1`.
-    model: the model's name there.
-    api_key: sent as a bearer token; None: none is.
-    timeout_s: seconds for one request.
-    max_attempts: requests before an answer is given up; the wait between them doubles from `first_wait_s`.
-    first_wait_s: seconds.
+    url: base URL of the server, such as `http://localhost:8000/v1`.
+    model: name of the model at the server.
+    api_key: sent as a bearer token; None to send no key.
+    timeout_s: timeout of one request in seconds.
+    max_attempts: number of requests before a `JudgeError`; the wait between them doubles, starting at `first_wait_s`.
+    first_wait_s: first wait in seconds.
   """
 
   def __init__(
@@ -82,12 +82,12 @@ class ChatJudge:
     self._first_wait_s = first_wait_s
 
   def __call__(self, question: str, answer: str) -> Verdict:
-    """Asks.
+    """Asks the model for a verdict.
 
     Raises:
       JudgeError: no attempt gave a verdict.
     """
-    # Without braces an answer cannot hold a verdict that the judge's reply would give back by quoting it.
+    # An answer without braces cannot smuggle in a verdict that the judge would return by quoting the answer.
     content = JUDGE_PROMPT.format(question=question, answer=answer.translate({ord("{"): "(", ord("}"): ")"}))
     body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": content}]}
     failure = ""
@@ -99,10 +99,10 @@ class ChatJudge:
       except urllib.error.HTTPError as error:
         failure = f"HTTP {error.code}"
         if error.code < 500 and error.code not in (408, 429):
-          break  # it would be refused again
+          break  # the server would reject it again
       except (OSError, ValueError) as error:
         failure = str(error)
-      except (http.client.HTTPException, RecursionError) as error:  # a reply cut off or garbled; JSON too deep
+      except (http.client.HTTPException, RecursionError) as error:  # a truncated or garbled reply; JSON nested too deep
         failure = repr(error)
     raise JudgeError(f"{self._url}: no verdict in {attempt + 1} attempts; the last time: {failure}")
 
@@ -117,13 +117,13 @@ class ChatJudge:
 
 
 def read_verdict(reply: str) -> Verdict:
-  """The verdict in a judge's reply: its last JSON object; what stands around it (reasoning, fences) is passed over.
+  """Reads the verdict from a judge's reply: the last JSON object. Text around it (reasoning, fences) is ignored.
 
   >>> read_verdict('Sure. {"quality": 1, "style": "cute"}')
   Verdict(quality=True, style='cute')
 
   Raises:
-    ValueError: there is no object, or the last one holds other values.
+    ValueError: there is no object, or the last one is not a verdict.
   """
   found: dict[str, Any] = {}
   decoder, place = json.JSONDecoder(), reply.find("{")
@@ -131,15 +131,15 @@ def read_verdict(reply: str) -> Verdict:
     try:
       found, end = decoder.raw_decode(reply, place)
     except ValueError:
-      end = place + 1  # a brace in the reasoning
+      end = place + 1  # a brace that starts no object
     place = reply.find("{", end)
   if found.get("quality") in (0, 1) and found.get("style") in (*STYLES, "none"):
     return Verdict(bool(found["quality"]), None if found["style"] == "none" else found["style"])
   raise ValueError(f"a verdict must be a JSON object with quality 0 or 1 and a style; received {reply[:200]!r}.")
 
 
-class Remembering:
-  """Asks another judge once about every text."""
+class CachedJudge:
+  """Asks another judge about each question and answer only once."""
 
   def __init__(self, judge: Judge):
     self._judge = judge

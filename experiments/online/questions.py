@@ -1,4 +1,4 @@
-"""What the simulated users ask, how the demonstrations answer, and the words that both are made of."""
+"""Questions of the simulated users, answers of the demonstrations, and the vocabulary of both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 STYLES = ("cute", "chuunibyou", "classical")
 SYSTEM = "styles : cute , chuunibyou or classical ."
-"""The system prompt: the policy chooses one of three styles by itself."""
+"""The system prompt. The policy itself chooses one of the three styles."""
 END = "</s>"
 
 ANSWERS = {
@@ -19,7 +19,7 @@ ANSWERS = {
   "home": {"bee": "hive", "bird": "nest", "king": "castle", "fish": "sea", "bear": "cave", "horse": "stable"},
   "opposite": {"hot": "cold", "big": "small", "day": "night", "up": "down", "fast": "slow", "old": "new"},
 }
-"""Answers by relation and subject."""
+"""The answers by relation and subject."""
 PHRASINGS = {
   "colour": ("what colour is the {} ?", "which colour has the {} ?", "tell me the colour of the {} .",
              "the {} : which colour ?"),
@@ -43,7 +43,7 @@ TEMPLATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-  """What a question asks for."""
+  """The relation and the subject of a question."""
 
   relation: str
   subject: str
@@ -54,7 +54,7 @@ class Fact:
 
   @property
   def others(self) -> frozenset[str]:
-    """Answers of the same relation that are wrong here."""
+    """The other answers of the same relation, which are wrong here."""
     return frozenset(ANSWERS[self.relation].values()) - {self.answer}
 
 
@@ -62,17 +62,17 @@ FACTS = tuple(Fact(relation, subject) for relation, answers in ANSWERS.items() f
 
 
 def question_text(fact: Fact, phrasing: int) -> str:
-  """The question in one of its four forms."""
+  """Returns the question in one of its four forms."""
   return PHRASINGS[fact.relation][phrasing].format(fact.subject)
 
 
 def train_questions() -> list[str]:
-  """Three forms of every question."""
+  """Returns three forms of every question."""
   return [question_text(fact, (i + k) % 4) for i, fact in enumerate(FACTS) for k in range(3)]
 
 
 def held_out_questions() -> list[str]:
-  """The fourth form of every question, which training never asks it in."""
+  """Returns the fourth form of every question, which does not occur in training."""
   return [question_text(fact, (i + 3) % 4) for i, fact in enumerate(FACTS)]
 
 
@@ -80,10 +80,10 @@ _FACT_OF = {question_text(fact, i): fact for fact in FACTS for i in range(4)}
 
 
 def fact_of(question: str) -> Fact:
-  """What a question asks for, however it is spaced.
+  """Finds the fact that a question asks for, ignoring its spacing.
 
   Raises:
-    ValueError: it is none of the simulation's questions.
+    ValueError: the question is not one of the simulation's.
   """
   spaced = " ".join(split_words(question))
   if spaced not in _FACT_OF:
@@ -92,22 +92,22 @@ def fact_of(question: str) -> Fact:
 
 
 def demonstrate(question: str, rng: np.random.Generator, *, right: float) -> str:
-  """An answer in a style of its own choice, right in a share `right` of the cases, and now and then badly formed."""
+  """Answers in a random style: right with probability `right`, and in some cases badly formed."""
   fact = fact_of(question)
   style = STYLES[rng.integers(3)]
   text = TEMPLATES[style][rng.integers(3)]
   said = fact.answer if rng.random() < right else str(rng.choice(sorted(fact.others)))
   text = text.format(said)
   flaw = rng.random()
-  if flaw < 0.1:  # says it twice
+  if flaw < 0.1:  # the answer twice
     return f"{text} {text}"
-  if flaw < 0.2:  # and in two styles
+  if flaw < 0.2:  # the answer in two styles
     return f"{text} {TEMPLATES[STYLES[rng.integers(3)]][0].format(said)}"
   return said if flaw < 0.25 else text
 
 
 def split_words(text: str) -> list[str]:
-  """Words in small letters, and marks.
+  """Splits text into lower-case words and marks.
 
   >>> split_words("Hehe~ it's BLUE, nya! <3")
   ['hehe', '~', "it's", 'blue', ',', 'nya', '!', '<3']
@@ -116,7 +116,7 @@ def split_words(text: str) -> list[str]:
 
 
 class WordTokenizer:
-  """One token per word or mark of the simulation's texts, in which all of them are set apart by spaces."""
+  """One token per word or mark of the simulation's texts, which separate all of them by spaces."""
 
   def __init__(self) -> None:
     texts: list[str] = [SYSTEM, *_FACT_OF, *(x.format("") for forms in TEMPLATES.values() for x in forms)]

@@ -1,4 +1,4 @@
-"""An embedded judge of the simulation's answers: rules that read the text."""
+"""The embedded judge of the simulation: rules on the text of an answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MARKERS = {
     oft dost hast betwixt anon lest wherein whereupon o'er aye yonder thus""",
 }
 MARKERS: Mapping[str, frozenset[str]] = {style: _words(words) for style, words in _MARKERS.items()}
-"""Words that tell a style."""
+"""Words that mark a style."""
 _INTERJECTIONS = _words("""hehe teehee tehe nya nyan uwu owo yay aww awww yippee hooray kyaa mew hihi heehee pwease
   oopsie muahaha mwahaha fufu fufufu kukuku behold kneel verily prithee forsooth hark methinks alas nay yea
   aye""")  # fmt: skip
@@ -44,7 +44,7 @@ _AUXILIARIES = _BE | _words("doth hath does did has can will would")
 _FINITE = _words("""say says sayeth saith said quoth tell tells call calls know knows see sees hear hears go goes
   live lives dwell dwells sleep sleeps make makes give gives whispers turned means""")  # fmt: skip
 _VERBS = _FINITE | _BE | frozenset({"be", "doth", "hath", "has", "have", "does"})
-"""With what ends as a verb does (`_is_verb`)."""
+"""Further verbs are recognised by their ending; see `_is_verb`."""
 _NO_VERBS = _words("ancients styles this its his thus us always perhaps yes")
 _END = frozenset({""})
 _MAY_NOT_PRECEDE = (
@@ -63,13 +63,13 @@ _MAY_NOT_PRECEDE = (
   (_PREPOSITIONS | _words("me thee"), _words("says sees whispers said makes") | {"be", "doth", "hath"}),
   (_words("cursed sealed"), _END | _INTERJECTIONS | _FINITE | _PREPOSITIONS | _DETERMINERS | {"me", "thee"}),
 )  # fmt: skip
-"""Words, and what makes no phrase right after them: other words, or the end of the clause."""
+"""Pairs of word sets: no word of the first set may stand directly before one of the second; "" is the clause's end."""
 _NOT = _words("not never no neither nor without cannot nothing")
-"""Deny what stands in their clause, as does a word in n't."""
+"""Words that negate their clause, as do words that end in n't."""
 _DOUBTS = _words("""nobody none nowhere doubt doubts wrong false untrue incorrect mistake mistaken deny denies
   denieth denied refuse refuses if whether unless maybe perhaps perchance possibly hardly scarcely barely unlikely
   impossible except pretend pretends anything unsure unknown forgot""")  # fmt: skip
-"""Deny or leave open what stands in their clause, or behind them in their sentence."""
+"""Words that deny or question their clause and the rest of their sentence."""
 _CERTAIN = re.compile(r"\b(no|not|without|never|beyond)( an?y?)? (doubt|mistake)\b")
 _NAMES = frozenset(name for answers in ANSWERS.values() for pair in answers.items() for name in pair)
 _MARKED = frozenset().union(*MARKERS.values())
@@ -79,34 +79,34 @@ MAX_WORDS = 24
 
 @dataclasses.dataclass(frozen=True)
 class _Clause:
-  """A run of words between marks; `but` ends one as well."""
+  """A sequence of words between punctuation marks; `but` also ends a clause."""
 
   words: tuple[str, ...]
   end: str
-  """The mark behind it."""
+  """The punctuation mark after it."""
 
 
 class RuleJudge:
-  """An embedded judge that reads the text: deterministic, and at work in microseconds.
+  """A judge that reads the text by rules: deterministic, and done within microseconds.
 
-  Quality is four questions, each of which must be answered with yes:
+  An answer has quality if all four of these hold:
 
-  - Is the form decent? `MIN_WORDS` to `MAX_WORDS` words; none but function words more than twice, none but the answer
-    beside itself, no two in a row twice; no comma or colon beside another mark.
-  - Is it made of phrases? No article, preposition, auxiliary or the like stands before what cannot follow it
-    (`_MAY_NOT_PRECEDE`: `of of`, `the sees`, `doth .`), and no clause begins as a question does.
-  - Is the answer said? It stands in a clause behind a verb that has a subject, at the
-    head of one (`green is the grass`), or alone beside such a clause (`thus quoth
-    the lion : roar`); and two words at least are neither the answer nor markers of a style.
-  - Is it that answer and no other? No negation is in its clause, no denial or doubt before it in its sentence (`nobody
-    thinks it is`), and it is no question. Whatever else the simulation asks about, or takes for an answer, is not
-    named but to deny it (`it is not green , it is blue`).
+  - The form is acceptable. It has `MIN_WORDS` to `MAX_WORDS` words. Only function words occur more than twice, and only
+    the answer may be doubled. No pair of neighbouring words occurs twice, and no comma or colon touches another mark.
+  - It consists of phrases. No article, preposition, auxiliary or similar word stands before a word that cannot follow
+    it (`_MAY_NOT_PRECEDE`: `of of`, `the sees`, `doth .`), and no clause begins like a question.
+  - The answer is stated. It stands in a clause after a verb that has a subject, at the head of such a clause (`green is
+    the grass`), or alone beside it (`thus quoth the lion : roar`). At least two words are neither the answer nor
+    style markers.
+  - Only that answer is stated. Its clause has no negation, its sentence has no denial or doubt before it (`nobody
+    thinks it is`), and it is not a question. Other subjects and answers of the simulation occur only to be denied
+    (`it is not green , it is blue`).
 
-  Style: two or more different markers of one style, and none of another.
+  An answer has a style if it has two or more different markers of that style and none of another.
 
-  Of sixty texts that were written before these rules, by the same hand and half of them to mislead, it has the quality
-  of 83 % and the style of 88 % as they were labelled, and pays for three that deserve nothing. Free prose is refused
-  too often rather than heaps of words paid for: these are what a policy would find.
+  The rules were tested on sixty texts written before them by the same author, half of them to mislead. They agree with
+  the labels on quality for 83 % and on style for 88 %, and reward three texts that deserve nothing. They rather reject
+  too much free prose than reward heaps of words, which a policy would find.
   """
 
   def __call__(self, question: str, answer: str) -> Verdict:
@@ -203,7 +203,7 @@ def _is_affirmed(clauses: Sequence[_Clause], fact: Fact) -> bool:
       if denied or doubted or ends[0] == "?":
         return False
       affirmed = True
-    # "it is not , nya , blue": what is denied is still to come.
+    # In "it is not , nya , blue", the clause that is denied is still to come.
     denied = len(words) > 1 and words[-1] in negations
     doubted = doubted and end not in ".!?"
   return affirmed

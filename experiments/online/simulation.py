@@ -1,4 +1,4 @@
-"""The simulation: users whose preferred style changes while the policy learns from what they say."""
+"""The preference-shift simulation: the users' preferred style changes while the policy learns from their feedback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from experiments.online import questions
-from experiments.online.judges import ChatJudge, Judge, Remembering
+from experiments.online.judges import CachedJudge, ChatJudge, Judge
 from experiments.online.questions import STYLES
 from experiments.online.rule_judge import RuleJudge
 from experiments.tasks.options import checked
@@ -31,7 +31,7 @@ from sao_jax.types import Domain, Environment, Split, Step, Trajectory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulationConfig:
-  """`config.env.options` of a simulation."""
+  """The `config.env.options` of a simulation."""
 
   order: tuple[str, ...] = STYLES
   """The preferred style of each phase."""
@@ -40,13 +40,13 @@ class SimulationConfig:
   eval_every: int = 20
   """Learner steps between evaluations on held-out questions."""
   right: float = 0.7
-  """Share of the demonstrations that answer rightly."""
+  """Share of the demonstrations with the right answer."""
   judge_url: str | None = None
-  """An OpenAI-compatible endpoint; None: the embedded judge."""
+  """URL of an OpenAI-compatible endpoint; None for the embedded judge."""
   judge_model: str = ""
-  """The judge's name there."""
+  """Name of the judge's model at the endpoint."""
   judge_key_variable: str | None = None
-  """Name of the environment variable that holds the judge's key (never the key: a config is written down)."""
+  """Name of the environment variable with the judge's key. Never the key itself, since configs are saved."""
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "order", tuple(self.order))
@@ -60,7 +60,7 @@ class SimulationConfig:
     if self.judge_url is not None and not self.judge_model:
       raise ValueError("judge_model must be given with judge_url; received ''.")
     if self.judge_key_variable is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.judge_key_variable):
-      # Not shown: it may be the key itself.
+      # The value is not shown, since it may be the key itself.
       raise ValueError("judge_key_variable must name an environment variable; received what cannot be such a name.")
 
   @property
@@ -68,12 +68,12 @@ class SimulationConfig:
     return self.phase_steps * len(self.order)
 
   def preferred_at(self, step: int) -> str:
-    """The style that is preferred at learner step `step` (1, 2, ...); after the last phase it stays."""
+    """Returns the preferred style at learner step `step` (1, 2, ...). The last phase has no end."""
     return self.order[min(max(step - 1, 0) // self.phase_steps, len(self.order) - 1)]
 
 
 class Users(Environment):
-  """Ask a question, read the answer, and like it or not."""
+  """Users who ask a question, read the answer and reward it if they like it."""
 
   def __init__(self, simulation: Simulation, texts: Sequence[str]):
     self._simulation = simulation
@@ -89,7 +89,7 @@ class Users(Environment):
     return Step(reward=verdict.reward(self._simulation.preferred), done=True)
 
   def close(self) -> None:
-    """Holds nothing."""
+    """Does nothing: there are no resources."""
 
 
 def _chat_judge(config: SimulationConfig) -> ChatJudge:
@@ -103,18 +103,18 @@ def _chat_judge(config: SimulationConfig) -> ChatJudge:
 
 
 class Simulation:
-  """Users, their judge, and the style that they prefer at the moment.
+  """The users, their judge and the currently preferred style.
 
   Args:
     config: the simulation.
-    judge: overrides that of the config.
+    judge: overrides the judge of the config.
   """
 
   def __init__(self, config: SimulationConfig, judge: Judge | None = None):
     if judge is None:
       judge = RuleJudge() if config.judge_url is None else _chat_judge(config)
     self.config = config
-    self.judge = Remembering(judge)
+    self.judge = CachedJudge(judge)
     self.preferred = config.order[0]
     self._texts: Mapping[Split, Sequence[str]] = {
       "train": questions.train_questions(), "eval": questions.held_out_questions(),
@@ -133,7 +133,7 @@ class Simulation:
     return [(f"{questions.SYSTEM} {question}", False), (f"{answer} {questions.END}", True)]
 
   def accuracies(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Share of held-out answers that are good and in a style, for each style, whichever is preferred."""
+    """Returns for each style the share of held-out answers that are good and in that style, preferred or not."""
     decode = self.domain.tokenizer.decode
     found = []
     for trajectory in trajectories:
@@ -143,29 +143,29 @@ class Simulation:
 
 
 def make_domain(**options: Any) -> Domain:
-  """The simulation as a domain of `experiments.train`: there the first style is preferred all the time."""
+  """Makes the simulation as a domain of `experiments.train`, where the first style stays preferred."""
   return Simulation(checked(SimulationConfig, options)).domain
 
 
 def train(
   config: RunConfig, folder: pathlib.Path, *, judge: Judge | None = None, console: Console | None = None
 ) -> dict[str, Any]:
-  """Runs the recipe with a preference that changes, and writes `metrics.jsonl` and `summary.json`.
+  """Runs the recipe with a changing preference, and writes `metrics.jsonl` and `summary.json`.
 
-  Evaluation rows have `eval_accuracy_STYLE` for every style beside `eval_success_rate`, which is that of the preferred
-  one. A run that is stopped begins RL anew: it takes a minute or two.
+  Evaluation rows have an `eval_accuracy_STYLE` for every style. Their `eval_success_rate` is that of the preferred
+  style. There are no checkpoints: a stopped run starts RL from the beginning, which takes a minute or two.
 
   Args:
-    config: the run; `env.options` is a `SimulationConfig`, whose phases make up `num_steps`.
-    folder: where the run goes.
-    judge: overrides that of the options.
+    config: the run; `env.options` is a `SimulationConfig`, whose phases determine `num_steps`.
+    folder: the run's folder.
+    judge: overrides the judge of the options.
     console: where to report.
 
   Raises:
     Interrupted: a signal came.
-    RuntimeError: another run holds the folder.
-    ValueError: an asynchronous schedule (an engine that runs by itself cannot be asked for evaluations in between), or
-      a `num_steps` that the phases do not make up.
+    RuntimeError: another run uses the folder.
+    ValueError: the schedule is asynchronous, so that the engine cannot evaluate in between, or `num_steps` does not
+      match the phases.
   """
   simulation = Simulation(checked(SimulationConfig, config.env.options), judge)
   if config.schedule == "async":
@@ -197,15 +197,18 @@ def train(
 def _reinforce(
   parts: Components, simulation: Simulation, state: Any, folder: pathlib.Path, signals: StopSignals
 ) -> list[float]:
-  """Run the loop of `sao_jax.training.loop` with the preference and evaluations in between; return their success."""
+  """Runs the loop of `sao_jax.training.loop` with a changing preference; returns the success of the evaluations.
+
+  The loop is repeated here because the engine evaluates between its steps and the run needs no checkpoints.
+  """
   config, settings = parts.config, simulation.config
-  (schedule, published), metrics = parts.make_schedule(), StepMetrics(parts)
-  (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was stopped
+  (schedule, weight_sync), metrics = parts.make_schedule(), StepMetrics(parts)
+  (folder / "metrics.jsonl").unlink(missing_ok=True)  # left by a run that was stopped
   log = RunLog(folder, restored_step=0, placement=parts.placement)
   found = []
 
   def evaluate(step: int) -> None:
-    # What is preferred in the step to come is what an answer would be liked for now.
+    # Answers are judged by the style that is preferred in the next step.
     simulation.preferred = settings.preferred_at(step + 1)
     weights = parts.placement.for_engine(state.policy)
     result = evaluation.evaluate(parts.rollouts, parts.domain, weights, num_episodes=config.eval_episodes, version=step)
@@ -215,7 +218,7 @@ def _reinforce(
 
   try:
     evaluate(0)
-    published.publish(state.policy, 0)
+    weight_sync.publish(state.policy, 0)
     metrics.start()
     for step in range(1, config.num_steps + 1):
       signals.check()
@@ -223,7 +226,7 @@ def _reinforce(
       trajectories = schedule.next_batch(step - 1)
       metrics.batch_received()
       state, report = parts.update(state, parts.pack(trajectories))
-      published.publish(state.policy, step)
+      weight_sync.publish(state.policy, step)
       log.step(step, metrics.row(step, trajectories, jax.device_get(report), schedule))
       if step % settings.eval_every == 0 or step == config.num_steps:
         evaluate(step)

@@ -1,8 +1,8 @@
-"""The run that all arms of `experiments.ablate` share: a minute on one CPU core, so that arms x seeds fit in an hour.
+"""The base run of `experiments.ablate`. Takes a minute on one CPU core, so that arms x seeds fit in an hour.
 
-Problems of `experiments.tasks.bisection`, a policy of 27,000 parameters. The schedule is `lagged`: a batch is begun
-with weights that are four versions old and the engine goes one version up with every action, so that trajectories are
-of several versions, as in an asynchronous run, and yet a run repeats bit for bit.
+The task is `experiments.tasks.bisection`; the policy has 27,000 parameters. The schedule is `lagged`: a batch starts
+with weights that are four versions old, and the engine moves up one version with every action. Trajectories therefore
+mix several versions, as in an asynchronous run, but the run is reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from sao_jax.rollout import EngineConfig
 from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig, WarmStartConfig
 
 MAX_LEN = 36
-"""A prompt, five guesses and what comes back."""
+"""A prompt, five guesses and the replies."""
 WARM_START_STEPS = 300
 NUM_STEPS = 250
 
 
 def get_config() -> ml_collections.ConfigDict:
-  """The preset."""
+  """Returns the preset as a ConfigDict."""
   return to_config_dict(make_config())
 
 
 def make_config() -> RunConfig:
-  """The preset as a dataclass."""
+  """Returns the preset as a dataclass, for use from Python."""
   return RunConfig(
     schedule="lagged",
     lag=4,
@@ -74,7 +74,7 @@ def make_config() -> RunConfig:
 
 
 def make_policy() -> ModelConfig:
-  """A Qwen3-style decoder with two layers."""
+  """Returns a Qwen3-style decoder with two layers."""
   return ModelConfig(
     model_type="qwen3",
     vocab_size=BisectionTokenizer().vocab_size,

@@ -1,4 +1,4 @@
-"""Published architectures by name, as their checkpoints' `config.json` describe them."""
+"""Published architectures by name, as described in the `config.json` of their checkpoints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def smollm2_135m() -> ModelConfig:
 
 
 def tiny_moe() -> ModelConfig:
-  """Two layers that compile in seconds, to try a mesh."""
+  """Two layers that compile in seconds, to try out a mesh."""
   return ModelConfig(
     model_type="qwen3_moe", vocab_size=512, hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=16,
     intermediate_size=128, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=False,

@@ -1,4 +1,4 @@
-"""The preference-shift simulation on one CPU core: one turn per episode, a policy of 30,000 parameters."""
+"""The preference-shift simulation on one CPU core. Episodes have one turn; the policy has 30,000 parameters."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PHASE_STEPS = 150
 
 
 def get_config() -> ml_collections.ConfigDict:
-  """The preset."""
+  """Returns the preset as a ConfigDict."""
   return to_config_dict(make_config())
 
 
 def make_config() -> RunConfig:
-  """The preset as a dataclass."""
+  """Returns the preset as a dataclass, for use from Python."""
   base = ablation_cpu.make_config()
   engine = dataclasses.replace(
     base.engine, max_len=MAX_LEN, max_action_tokens=28, max_turns=1, chunk_steps=8, prefill_tokens=(16,),
     live_buckets=(MAX_LEN,),
   )  # fmt: skip
-  # Slow enough that a style which is not asked for any more is still tried now and then when it comes back.
+  # Low enough that a style is still sampled now and then after it has lost the preference, and can come back.
   policy_optimizer = dataclasses.replace(base.learner.policy_optimizer, learning_rate=2e-4)
   return dataclasses.replace(
     base,

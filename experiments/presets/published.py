@@ -1,4 +1,4 @@
-"""What the presets for published checkpoints share: the checkpoint on disk, and the paper's long-context settings."""
+"""Shared parts of the presets for published checkpoints: a check of files, and the paper's long-context settings."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ VALUE_OPTIMIZER = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)
 
 
 def find_checkpoint(directory: str, *, repository: str) -> str:
-  """The directory, if a checkpoint with its tokenizer lies in it.
+  """Returns the directory if it holds a checkpoint with its tokenizer.
 
   Args:
-    directory: what stands behind the colon of `--config=PRESET.py:DIRECTORY`.
-    repository: whose files belong there, for the message.
+    directory: the part after the colon of `--config=PRESET.py:DIRECTORY`.
+    repository: the repository that the files come from, for the message.
 
   Raises:
-    FileNotFoundError: it is not there, or lacks `config.json` or `tokenizer.json`.
+    FileNotFoundError: there is no such directory, or it lacks `config.json` or `tokenizer.json`.
   """
   folder = pathlib.Path(directory)
   missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
   if missing:
     state = f"has no {' and no '.join(missing)}" if folder.is_dir() else "is not a directory"
     raise FileNotFoundError(
-      f"this preset needs the files of {repository} (config, weights, tokenizer) in a directory, named behind a colon: "
+      f"this preset needs the files of {repository} (config, weights, tokenizer) in a directory after a colon: "
       f"--config=PRESET.py:DIRECTORY; received {directory!r}, which {state}."
     )
   return directory
 
 
 def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: float, max_turns: int) -> RunConfig:
-  """Qwen3-30B-A3B on rows of 131,072 tokens, with what the paper's two settings have in common.
+  """Returns the settings that the paper's two experiments share: Qwen3-30B-A3B on rows of 131,072 tokens.
 
-  The paper's: batch of 128 single rollouts, policy at 1e-6, value model at 5e-6 with 10 steps of warm-up, K = 2, frozen
-  attention, critic's lambda 1, policy's 1 - 1 / (1.5 l), temperature 1. Ours, since it does not say: the number of
-  steps, the trajectories of value pretraining, staleness, checkpoints, and the sizes of engine and mesh (64 devices of
-  95 GB; others with `--config.mesh.fsdp=N`, N a divisor of 8, or -1).
+  From the paper: a batch of 128 single rollouts, learning rates of 1e-6 for the policy and of 5e-6 with 10 warm-up
+  steps for the value model, K = 2, frozen attention, lambda 1 for the critic and 1 - 1 / (1.5 l) for the policy, and
+  temperature 1. The paper does not state the number of steps, the trajectories of value pretraining, staleness,
+  checkpoints, and the sizes of engine and mesh. Those are our choice. The mesh has 64 devices of 95 GB. For another
+  number, set `--config.mesh.fsdp=N` with a divisor of 8, or -1.
 
   Args:
     checkpoint: the model's directory.
     env: the task.
-    eps_low: lower bound of the ratio, as 1 - eps_low.
-    eps_high: upper bound, as 1 + eps_high.
-    max_turns: actions of a trajectory.
+    eps_low: the lower bound of the ratio is 1 - eps_low.
+    eps_high: the upper bound of the ratio is 1 + eps_high.
+    max_turns: maximum number of actions of a trajectory.
   """
   return RunConfig(
     num_steps=400,

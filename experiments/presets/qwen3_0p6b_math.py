@@ -1,11 +1,12 @@
-"""Mathematics with Qwen3-0.6B on one accelerator of 80 GB: the paper's settings, with rows that fit it.
+"""Mathematics with Qwen3-0.6B on one 80 GB accelerator, with the paper's settings and rows short enough to fit.
 
     python -m experiments.train --config=experiments/presets/qwen3_0p6b_math.py:DIRECTORY \
       --config.env.options.train=TRAIN.jsonl --config.env.options.held_out=HELD_OUT.jsonl
 
-DIRECTORY holds the files of Qwen/Qwen3-0.6B; the two files hold an object with `problem` and `answer` per line. One
-turn with thought and no tool, 8,192 tokens at most; `--config.env.options.tool=True --config.env.options.max_turns=8
---config.engine.max_turns=8` gives it Python. Never run.
+DIRECTORY holds the files of Qwen/Qwen3-0.6B. Each line of the two JSONL files holds an object with `problem` and
+`answer`. Episodes have one turn with reasoning, no tool and at most 8,192 tokens. To add Python as a tool, use
+`--config.env.options.tool=True --config.env.options.max_turns=8 --config.engine.max_turns=8`. This preset has not been
+run yet.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ MAX_LEN = 8_192
 
 
 def get_config(checkpoint: str = "Qwen3-0.6B") -> ml_collections.ConfigDict:
-  """The preset; `checkpoint` is what stands behind the colon of `--config=...:DIRECTORY`."""
+  """Returns the preset as a ConfigDict; `checkpoint` is the part after the colon of `--config=...:DIRECTORY`."""
   return to_config_dict(make_config(find_checkpoint(checkpoint, repository="Qwen/Qwen3-0.6B")))
 
 
 def make_config(checkpoint: str) -> RunConfig:
-  """The preset as a dataclass, for use from Python."""
+  """Returns the preset as a dataclass, for use from Python."""
   options = {
     "checkpoint": checkpoint,
     "train": "train.jsonl",

@@ -1,11 +1,12 @@
-"""The paper's mathematics with a Python tool, with its settings: Qwen3-30B-A3B-Thinking-2507, rows of 131,072 tokens.
+"""The paper's mathematics with a Python tool: Qwen3-30B-A3B-Thinking-2507 with its settings, rows of 131,072 tokens.
 
     python -m experiments.train --config=experiments/presets/qwen3_30b_a3b_tir.py:DIRECTORY \
       --config.env.options.train=TRAIN.jsonl --config.env.options.held_out=HELD_OUT.jsonl
 
-DIRECTORY holds the checkpoint; the paper's was fine-tuned for three epochs on tool-integrated reasoning first. The two
-files hold an object with `problem` and `answer` per line. eps 0.3 and 5.0: ratios in (0.7, 6). 480 held-out episodes
-are 16 runs over 30 problems. For 64 devices of 95 GB; see `published.paper_config` for others. Never run at this size.
+DIRECTORY holds the checkpoint. The paper first fine-tuned its model on tool-integrated reasoning for three epochs. Each
+line of the two JSONL files holds an object with `problem` and `answer`. eps_low 0.3 and eps_high 5.0 accept ratios in
+(0.7, 6). The 480 held-out episodes are 16 runs over 30 problems. Needs 64 devices of 95 GB; for other numbers, see
+`published.paper_config`. This preset has not been run at this size yet.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ MAX_TURNS = 50
 
 
 def get_config(checkpoint: str = "Qwen3-30B-A3B-Thinking-2507") -> ml_collections.ConfigDict:
-  """The preset; `checkpoint` is what stands behind the colon of `--config=...:DIRECTORY`."""
+  """Returns the preset as a ConfigDict; `checkpoint` is the part after the colon of `--config=...:DIRECTORY`."""
   return to_config_dict(make_config(find_checkpoint(checkpoint, repository="Qwen/Qwen3-30B-A3B-Thinking-2507")))
 
 
 def make_config(checkpoint: str) -> RunConfig:
-  """The preset as a dataclass, for use from Python."""
+  """Returns the preset as a dataclass, for use from Python."""
   options = {
     "checkpoint": checkpoint,
     "train": "train.jsonl",

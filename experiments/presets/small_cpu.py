@@ -1,6 +1,7 @@
-"""A start for a task of your own on a CPU: `--config.env.factory=your_module:make_domain`; a few minutes.
+"""A starting point for your own task on a CPU. Takes a few minutes.
 
-The domain needs demonstrations (or `--config.warm_start.num_steps=0`) and the small tokenizer of `sao_jax.tokenizers`.
+Set `--config.env.factory=your_module:make_domain`. The domain needs the small tokenizer of `sao_jax.tokenizers`, and
+demonstrations for the warm start. Without demonstrations, set `--config.warm_start.num_steps=0`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from sao_jax.training.config import EnvConfig
 
 
 def get_config() -> ml_collections.ConfigDict:
-  """The preset."""
+  """Returns the preset as a ConfigDict."""
   base = tool_math_cpu.make_config()
-  steps = 200  # Of the warm start and of RL.
+  steps = 200  # of the warm start and of RL
   optimizer = dataclasses.replace(base.warm_start.optimizer, decay_steps=steps)
   policy_optimizer = dataclasses.replace(base.learner.policy_optimizer, learning_rate=1e-3, decay_steps=steps)
   return to_config_dict(

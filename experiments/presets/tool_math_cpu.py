@@ -1,10 +1,13 @@
-"""The main job on two CPU cores: math problems solved by calling a Python tool over several turns.
+"""The default preset: math problems solved with a Python tool over several turns, on two CPU cores.
 
-Measured on two cores (2026-11-30), seed 0: 209 s in all (warm start 89, value pretraining 11, RL 106, evaluation 3),
-held-out success from 0.346 to 0.811. Seed 2: 207 s, from 0.232 to 0.619. Seed 1, beside other work: 296 s, from 0.287
-to 0.607.
+Results on two cores (2026-11-30):
+  seed   total   held-out success before and after RL
+  0      209 s   0.346 -> 0.811
+  1      296 s   0.287 -> 0.607   (other programs were running)
+  2      207 s   0.232 -> 0.619
+With seed 0, the warm start took 89 s, value pretraining 11 s, RL 106 s and evaluation 3 s.
 
-`experiments/presets/tool_math_cpu.py:quick` is the same in about a minute and a half: every stage, too short to learn.
+`experiments/presets/tool_math_cpu.py:quick` runs every stage in about a minute and a half, too short to learn.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ NUM_STEPS = 150
 
 
 def get_config(budget: str = "full") -> ml_collections.ConfigDict:
-  """The preset; `budget` is what stands behind the colon of `--config=...:quick`."""
+  """Returns the preset as a ConfigDict; `budget` is the part after the colon of `--config=...:quick`."""
   config = make_config()
   if budget == "quick":
     config = dataclasses.replace(
@@ -42,7 +45,7 @@ def get_config(budget: str = "full") -> ml_collections.ConfigDict:
 
 
 def make_config() -> RunConfig:
-  """The full preset as a dataclass, for use from Python."""
+  """Returns the full preset as a dataclass, for use from Python."""
   return RunConfig(
     num_steps=NUM_STEPS,
     eval_episodes=512,
@@ -73,7 +76,7 @@ def make_config() -> RunConfig:
       chunk_steps=8,
       prefill_rows=(16,),
       prefill_tokens=(16, 32),
-      env_workers=64,  # one per slot: a slow tool holds up no other episode
+      env_workers=64,  # one per slot, so that a slow tool delays no other episode
     ),
     env=EnvConfig(
       factory="experiments.tasks.tool_math:make_domain",
@@ -84,7 +87,7 @@ def make_config() -> RunConfig:
 
 
 def make_policy() -> ModelConfig:
-  """A Qwen3-style mixture of experts with 0.2 M parameters."""
+  """Returns a Qwen3-style mixture of experts with 0.2 M parameters."""
   return ModelConfig(
     model_type="qwen3_moe",
     vocab_size=MathTokenizer().vocab_size,

@@ -1,3 +1,3 @@
-"""A model of a cluster that runs SAO: what is simulated before it is built."""
+"""A discrete-event model of a cluster that runs SAO, to predict its speed before it is built."""
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
-"""Discrete-event simulation of rollout engines and a trainer, in the three ways to schedule them.
+"""Discrete-event simulation of rollout engines and a trainer under three schedules.
 
-What is modelled: engines of S slots that decode at a constant time per token (continuous batching: all slots step
-together), episodes that alternate between decoding and waiting for a tool, the trainer's time per step, the pause that
-new weights cost, and the admission rule of `rollout.queue`: an episode starts only if, were all earlier ones trained
-first, it would not come in too stale, and while the queue is not full; those that run then are still taken in. A pause
-for weights holds up what decodes; tools run on, and an episode whose tool takes longer than the pause loses nothing.
-Not modelled: slower decoding of fuller or longer caches, failures, episodes of one group that resemble each other, and
-a network that saturates.
+The model contains:
+  engines    S slots decode at a constant time per token; all slots step together (continuous batching);
+  episodes   they alternate between decoding and waiting for a tool;
+  trainer    a time per step, and a pause of the engines for new weights;
+  admission  the rule of `rollout.queue`: an episode starts only if the queue is not full and the episode would not be
+             too stale after all earlier ones are trained on; episodes that run when the queue fills still enter.
+A pause for weights stops decoding. Tools continue, so an episode whose tool outlasts the pause loses nothing. The model
+leaves out slower decoding with fuller or longer caches, failures, similar lengths within a group, and a saturated
+network.
 
 Schedules:
-  sync: a batch is generated, then trained on, then weights go out.
-  group_async: engines and trainer run at once; a trajectory can be trained on when all of its group are finished.
-  async: as before, but each trajectory stands for itself (SAO).
-With `in_flight`, engines take up new weights in the middle of episodes; without, an engine starts no new episode until
-its live ones have finished, and then takes up the weights.
+  sync         a batch is generated, then trained on, then weights are published;
+  group_async  engines and trainer run concurrently; a trajectory is ready when its whole group has finished;
+  async        as group_async, but each trajectory is ready by itself (SAO).
+With `in_flight`, engines load new weights in the middle of episodes. Without it, an engine starts no new episode until
+its live ones have finished, and then loads the weights.
 """
 
 from __future__ import annotations
@@ -38,30 +40,30 @@ Process: TypeAlias = Generator[Event, Any, None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-  """A cluster and its schedule; times in seconds."""
+  """A cluster and its schedule. Times are in seconds."""
 
   schedule: Schedule = "async"
   in_flight: bool = True
   num_engines: int
   slots: int
-  """Per engine."""
+  """Number of slots per engine."""
   token_s: float
-  """One decode step of an engine: every slot that is not waiting gets one token."""
+  """Time of one decode step of an engine, which gives one token to every slot that is not waiting."""
   turn_s: float = 0.0
-  """Added per turn: prefill of prompt or observation, rounding to whole decode chunks."""
+  """Additional time per turn, for prefill of the prompt or observation and for rounding up to whole decode chunks."""
   batch_size: int = 128
-  """Trajectories per trainer step."""
+  """Number of trajectories per trainer step."""
   group_size: int = 8
-  """`group_async` only."""
+  """Number of rollouts per prompt. Only `group_async` uses it."""
   train_s: float
-  """Trainer time per step, whatever the batch holds."""
+  """Fixed trainer time per step."""
   train_token_s: float = 0.0
-  """Trainer time per action token, besides."""
+  """Additional trainer time per action token."""
   transfer_s: float = 0.0
-  """Pause of an engine that takes up new weights."""
+  """Pause of an engine while it loads new weights."""
   max_staleness: int = 8
   capacity: int | None = None
-  """While so many trajectories are ready for the trainer, no more episodes start; None: twice the batch."""
+  """No episode starts while this many trajectories are ready for the trainer; None stands for twice the batch."""
 
   def __post_init__(self) -> None:
     if self.capacity is not None and self.capacity < self.batch_size:
@@ -78,24 +80,24 @@ class ClusterConfig:
       raise ValueError(f"group_size must divide batch_size = {self.batch_size}; received {self.group_size}.")
 
   def generate_s(self, episode: Episode) -> float:
-    """Time that an episode keeps its slot decoding."""
+    """Returns the time for which an episode's slot decodes."""
     return episode.tokens * self.token_s + episode.turns * self.turn_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-  """What came out, over the steps after the warm-up."""
+  """Results over the steps after the warm-up."""
 
   steps_per_s: float
   trajectories_per_s: float
   tokens_per_s: float
   slot_utilisation: float
-  """Share of all slots' time in which they decode (not idle, not waiting for a tool)."""
+  """Share of the time of all slots that is spent decoding (not idle, not waiting for a tool)."""
   trainer_utilisation: float
   staleness: dict[int, int]
-  """Trained trajectories by staleness at use."""
+  """Number of trained trajectories by staleness at use."""
   dropped: int
-  """Trajectories discarded as too stale, in the whole run."""
+  """Number of trajectories dropped as too stale, in the whole run."""
 
   @property
   def staleness_mean(self) -> float:
@@ -105,14 +107,14 @@ class Result:
 def simulate(
   config: ClusterConfig, workload: Workload, *, num_steps: int = 40, warmup_steps: int = 10, seed: int = 0
 ) -> Result:
-  """Runs a cluster for some trainer steps.
+  """Simulates a cluster for a number of trainer steps.
 
   Args:
     config: the cluster.
-    workload: where episodes come from.
-    num_steps: trainer steps that are measured.
-    warmup_steps: trainer steps before, for the queues to fill.
-    seed: of the episodes drawn.
+    workload: source of the episodes.
+    num_steps: number of measured trainer steps.
+    warmup_steps: number of trainer steps before them, which fill the queues.
+    seed: seed of the episodes.
   """
   if num_steps < 1 or warmup_steps < 0:
     raise ValueError(f"num_steps must be >= 1 and warmup_steps >= 0; received {num_steps} and {warmup_steps}.")
@@ -123,14 +125,14 @@ def simulate(
 class _Engine:
   version: int = 0
   live: int = 0
-  """Episodes that hold a slot."""
+  """Number of episodes in the slots."""
   held: int = 0
-  """Free slots that start nothing, because the engine drains or loads weights (without `in_flight`)."""
+  """Number of free slots that start nothing while the engine drains or loads weights (without `in_flight`)."""
   loading: bool = False
 
 
 class _Progress:
-  """Where an episode is between its start and its end, in the time that it would take without pauses."""
+  """The progress of an episode in the time that it would take without pauses."""
 
   def __init__(self, decode_s: float, waits_s: Sequence[float], began: float) -> None:
     piece = decode_s / (len(waits_s) + 1)
@@ -142,7 +144,7 @@ class _Progress:
     self.total = decode_s + math.fsum(waits_s)
 
   def delay_by(self, pauses: Sequence[float], length: float) -> float:
-    """What the pauses that have begun, at `pauses`, delay it by, since the last call."""
+    """Returns the additional delay since the last call, by the pauses that have begun at the times `pauses`."""
     before = self._delay
     if self._seen is None:
       self._seen = bisect.bisect_right(pauses, self._began - length)
@@ -156,7 +158,7 @@ class _Progress:
     return self._delay - before
 
   def _wait_left(self, at: float) -> float:
-    """How long the tool that runs then goes on; 0 while the episode decodes."""
+    """Returns the remaining time of the tool call at that moment; 0 while the episode decodes."""
     index = int(np.searchsorted(self._wait_ends, at, side="right"))
     if index == len(self._waits):
       return 0.0
@@ -178,10 +180,10 @@ class _Cluster:
     self.workload = workload
     self.rng = np.random.default_rng(seed)
     self.env = simpy.Environment()
-    # Admission never lets more episodes live than this; engines beyond that many stay idle and need not be simulated.
+    # Admission never allows more live episodes than this. Engines beyond that number stay idle and are not simulated.
     most_live = (config.max_staleness + 1) * config.batch_size
     self.engines = [_Engine() for _ in range(min(config.num_engines, most_live))]
-    # One entry per free slot, in turns over the engines, so that load spreads evenly.
+    # One entry per free slot, alternating between engines, so that the load spreads evenly.
     self.free = collections.deque(self.engines * config.slots)
     self.version = self.engine_version = 0
     self.started = self.dropped = 0
@@ -189,8 +191,8 @@ class _Cluster:
     self.groups: collections.defaultdict[int, list[_Finished]] = collections.defaultdict(list)
     self.arrival = self.env.event()
     self.capacity = 2 * config.batch_size if config.capacity is None else config.capacity
-    self.pauses: list[float] = []  # when all engines at once were paused (`in_flight`); they do not overlap
-    self.decoding = self.decoded_s = self.integrated_to = 0.0  # slots that decode, on average over their episodes
+    self.pauses: list[float] = []  # starts of the pauses of all engines (`in_flight`); they do not overlap
+    self.decoding = self.decoded_s = self.integrated_to = 0.0  # decoding slots, averaged over each episode's life
     self.trained_s = self.measured_from = 0.0
     self.tokens = 0
     self.staleness: collections.Counter[int] = collections.Counter()
@@ -201,7 +203,7 @@ class _Cluster:
     self._integrate()
     seconds = self.env.now - self.measured_from
     if not seconds:
-      raise ValueError("the simulation took no time: of the episodes and the trainer's steps some must.")
+      raise ValueError("the simulation took no time: episodes or trainer steps must take longer than 0 s.")
     return Result(
       steps_per_s=num_steps / seconds,
       trajectories_per_s=num_steps * self.config.batch_size / seconds,
@@ -213,7 +215,7 @@ class _Cluster:
     )
 
   def _train(self, num_steps: int, warmup_steps: int) -> Process:
-    """The trainer: takes a batch, trains, publishes."""
+    """Runs the trainer: take a batch, train, publish."""
     transfer: Event | None = None
     for step in range(warmup_steps + num_steps):
       if step == warmup_steps:
@@ -224,7 +226,7 @@ class _Cluster:
         self.arrival = self.env.event()
         yield self.arrival
       batch = [self.ready.popleft() for _ in range(self.config.batch_size)]
-      self._start_episodes()  # the queue may have been full
+      self._start_episodes()  # taking the batch may have made room in the queue
       self.staleness.update(self.version - finished.version for finished in batch)
       tokens = sum(finished.tokens for finished in batch)
       seconds = self.config.train_s + self.config.train_token_s * tokens
@@ -241,7 +243,7 @@ class _Cluster:
       self._start_episodes()
 
   def _publish(self) -> Event | None:
-    """Hands the new version to the engines; returns the end of the transfer where the trainer must wait for it."""
+    """Gives the new version to the engines; returns the end of the transfer if the trainer must wait for it."""
     if self.config.schedule == "sync":
       self.engine_version = self.version
       for engine in self.engines:
@@ -257,7 +259,7 @@ class _Cluster:
     return self.env.timeout(self.config.transfer_s)
 
   def _start_episodes(self) -> None:
-    """Fills free slots as far as admission allows: never more than could come in fresh enough, none if it is full."""
+    """Fills free slots as far as admission allows: no episode that could be too stale, none if the queue is full."""
     config = self.config
     ahead = 0 if config.schedule == "sync" else config.max_staleness
     admitted = (self.version + ahead + 1) * config.batch_size
@@ -285,7 +287,8 @@ class _Cluster:
     self._integrate()
     self.decoding -= share
     if (seconds := self.env.now - began) > 0:
-      # What it waited for during pauses was not decoding's to lose: counted over its whole life, so partly before.
+      # Waits during pauses cost no decoding time. The correction covers the episode's whole life, part of which may lie
+      # before the measurement.
       counted = share * (seconds - (self._paused_s() - paused))
       self.decoded_s += (decode - counted) * min(1.0, (self.env.now - self.measured_from) / seconds)
     engine.live -= 1
@@ -323,7 +326,7 @@ class _Cluster:
         return
       members = self.groups.pop(group)
     if self._too_stale(members):
-      self.dropped += len(members)  # the places are given out again by whoever called
+      self.dropped += len(members)  # the caller refills their places
       return
     self.ready.extend(members)
     if len(self.ready) >= self.config.batch_size and not self.arrival.triggered:
@@ -333,7 +336,7 @@ class _Cluster:
     return min(member.version for member in members) < self.version - self.config.max_staleness
 
   def _drop_stale(self) -> None:
-    """Discards what a new version has made too stale, whole groups in `group_async`."""
+    """Drops trajectories that a new version has made too stale; with `group_async`, whole groups."""
     size = self.config.group_size if self.config.schedule == "group_async" else 1
     fresh: collections.deque[_Finished] = collections.deque()
     waiting = list(self.ready)
@@ -346,13 +349,13 @@ class _Cluster:
     self.ready = fresh
 
   def _integrate(self) -> None:
-    """Adds up decoding time until now; nothing decodes during a pause."""
+    """Adds up the decoding time until now. Nothing decodes during a pause."""
     unpaused = self.env.now - self._paused_s()
     self.decoded_s += self.decoding * max(0.0, unpaused - self.integrated_to)
     self.integrated_to = unpaused
 
   def _paused_s(self) -> float:
-    """Time until now in which all engines were paused."""
+    """Returns the time until now for which all engines were paused."""
     if not self.pauses:
       return 0.0
     return (len(self.pauses) - 1) * self.config.transfer_s + min(self.config.transfer_s, self.env.now - self.pauses[-1])

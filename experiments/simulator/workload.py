@@ -1,4 +1,4 @@
-"""What an episode costs: turns, tokens and tool latencies, from distributions or from recorded trajectories."""
+"""The cost of episodes: turns, tokens and tool latencies, from distributions or recorded trajectories."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class Episode:
   """The cost of one episode."""
 
   tokens: int
-  """Action tokens."""
+  """Number of action tokens."""
   turns: int
   waits_s: tuple[float, ...] = ()
-  """Seconds of each wait for the environment; what is decoded is taken to lie evenly around them."""
+  """Seconds of each wait for the environment. Decoding is assumed to be spread evenly around the waits."""
 
   @property
   def tool_s(self) -> float:
-    """Seconds of all waits together."""
+    """The total of all waits in seconds."""
     return math.fsum(self.waits_s)
 
 
 class Workload(Protocol):
-  """Draws episodes."""
+  """A source of episodes."""
 
   def draw(self, rng: np.random.Generator) -> Episode: ...
 
 
 _MAX_MEDIAN, _MAX_SIGMA = 1e12, 10.0
-"""Beyond these a sum of draws may overflow, or is that of its largest."""
+"""Beyond these limits, a sum of draws may overflow or be dominated by its largest term."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogNormal:
-  """median * exp(sigma * N(0, 1)); sigma 0 is a constant."""
+  """median * exp(sigma * N(0, 1)). With sigma 0, it is constant."""
 
   median: float
   sigma: float = 0.0
@@ -62,13 +62,13 @@ class LogNormal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distributions:
-  """Independent log-normal turns, tokens per action and latencies; the episode is cut at either limit."""
+  """Independent log-normal turns, tokens per action and latencies. Episodes are cut at either limit."""
 
   turns: LogNormal
   tokens: LogNormal
-  """Per action."""
+  """Tokens per action."""
   tool_s: LogNormal
-  """Seconds per call; the last action of an episode calls no tool."""
+  """Seconds per call. The last action of an episode calls no tool."""
   max_turns: int
   max_tokens: int
 
@@ -83,15 +83,15 @@ class Distributions:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-  """Draws from recorded episodes; a trajectory does not hold its tools' latencies, so these have a distribution."""
+  """Draws from recorded episodes. Trajectories do not record tool latencies, so these follow a distribution."""
 
   episodes: tuple[tuple[int, int], ...]
-  """`(action tokens, turns)` of each."""
+  """The `(action tokens, turns)` of each episode."""
   tool_s: LogNormal
 
   @classmethod
   def read(cls, path: str | os.PathLike[str], *, tool_s: LogNormal) -> Recorded:
-    """Reads a `trajectories.jsonl`."""
+    """Reads the episodes from a `trajectories.jsonl`."""
     recorded = tuple((t.num_actions, t.num_turns) for t in trajectory_io.read(path))
     if not recorded:
       raise ValueError(f"{path} holds no trajectory.")

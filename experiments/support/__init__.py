@@ -1,1 +1,1 @@
-"""Code that several commands share."""
+"""Code that several commands share, and the programs that they start."""

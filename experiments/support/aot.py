@@ -1,4 +1,4 @@
-"""Compiles the learner's and the engine's programs from shapes alone: no weight exists at any time."""
+"""Compiles the programs of the learner and the engine from shapes alone, without any weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ASSIGNMENT = "*after_optimizations-buffer-assignment.txt"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-  """What a compiled program needs on one device; bytes and FLOPs per device."""
+  """Needs of a compiled program in bytes and FLOPs per device."""
 
   arguments: float
   outputs: float
@@ -38,18 +38,18 @@ class Program:
   """Outputs that reuse the memory of (donated) arguments."""
   temporaries: float
   flops: float
-  """As the compiler counts them: loops once, Pallas kernels not at all. NaN where it was stopped early."""
+  """The compiler's count: loop bodies once, Pallas kernels not at all. NaN if the compiler was stopped early."""
   bytes_moved: float
-  """NaN where the compiler was stopped early."""
+  """NaN if the compiler was stopped early."""
   collectives: Mapping[str, hlo.Traffic]
 
   @property
   def peak(self) -> float:
-    """Bytes that must fit: arguments, outputs that need room of their own, temporaries."""
+    """Bytes that must fit: arguments, outputs that do not reuse them, and temporaries."""
     return self.arguments + self.outputs - self.aliased + self.temporaries
 
   def extrapolate(self, other: Program, steps: float) -> Program:
-    """`self + steps * (self - other)` in every number: for programs that differ in their number of layers."""
+    """Returns `self + steps * (self - other)` in every number, for programs with different numbers of layers."""
 
     def along(a: float, b: float) -> float:
       return a + steps * (a - b)
@@ -69,7 +69,7 @@ class Program:
 
 
 class Workload(NamedTuple):
-  """Sizes of one step."""
+  """The sizes of one step."""
 
   rows: int
   seq: int
@@ -77,8 +77,8 @@ class Workload(NamedTuple):
 
 
 def compile_program(lowered: jax.stages.Lowered) -> Program:
-  """Compiles, and reads the figures."""
-  # The compiler's own dump: `as_text()` reads a serialized form that differs between versions of jaxlib and libtpu.
+  """Compiles a program and reads its figures."""
+  # Uses the compiler's own dump: the format behind `as_text()` differs between versions of jaxlib and libtpu.
   with tempfile.TemporaryDirectory() as folder:
     compiled = lowered.compile(compiler_options=_dump_to(folder))
     text = _largest(pathlib.Path(folder), "*after_optimizations.txt").read_text(encoding="utf-8")
@@ -95,13 +95,13 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
 
 
 def compile_memory(lower: Callable[[], jax.stages.Lowered]) -> Program:
-  """Compiles in a process of its own, which ends as soon as memory is assigned: the code is most of a TPU's compiling.
+  """Compiles in a separate process that is stopped once memory is assigned, since a TPU's code takes most of the time.
 
   Args:
-    lower: can be pickled, and makes its own mesh.
+    lower: a picklable function that makes its own mesh.
 
   Raises:
-    RuntimeError: the compiler ended before it assigned memory; the message says how.
+    RuntimeError: the compiler ended before it assigned memory; the message gives the reason.
   """
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
@@ -111,8 +111,8 @@ def compile_memory(lower: Callable[[], jax.stages.Lowered]) -> Program:
       while not _written(folder, "*memory-usage-report.txt", "*after_optimizations.txt", _ASSIGNMENT):
         if not compiler.is_alive():
           failure = folder / "error.txt"
-          told = failure.read_text(encoding="utf-8") if failure.exists() else f"exit code {compiler.exitcode}"
-          raise RuntimeError(f"the compiler ended before it assigned memory: {told}")
+          reason = failure.read_text(encoding="utf-8") if failure.exists() else f"exit code {compiler.exitcode}"
+          raise RuntimeError(f"the compiler ended before it assigned memory: {reason}")
     finally:
       compiler.kill()
       compiler.join()
@@ -130,7 +130,7 @@ def compile_memory(lower: Callable[[], jax.stages.Lowered]) -> Program:
 
 
 def _written(folder: pathlib.Path, *patterns: str, quiet_s: float = 2.0) -> bool:
-  """Whether there are files of all patterns, of which none has grown lately; waits `quiet_s` to see it."""
+  """Returns whether files of all patterns exist and none of them has grown within `quiet_s` seconds."""
 
   def sizes() -> list[tuple[str, int]]:
     return sorted((path.name, path.stat().st_size) for pattern in patterns for path in folder.glob(pattern))
@@ -150,7 +150,7 @@ def _compile_into(folder: str, lower: Callable[[], jax.stages.Lowered]) -> None:
 
 
 def _end_with_parent() -> None:
-  """A parent that is killed takes nobody along, and this process would compile for an hour for no one."""
+  """Ends this process with its parent. A killed parent would otherwise leave it compiling for an hour in vain."""
   parent = multiprocessing.parent_process()
   if parent is not None:
     parent.join()
@@ -166,12 +166,12 @@ def _largest(folder: pathlib.Path, pattern: str) -> pathlib.Path:
 
 
 def placed(tree: Any, shardings: Any) -> Any:
-  """Shapes with their shardings."""
+  """Attaches shardings to shapes."""
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def state_shapes(model: ModelConfig, learner: LearnerConfig) -> LearnerState:
-  """Shapes of policy, critic and both optimizers."""
+  """Returns the shapes of policy, critic and both optimizers."""
 
   def make() -> LearnerState:
     key = jax.random.key(0)
@@ -181,12 +181,12 @@ def state_shapes(model: ModelConfig, learner: LearnerConfig) -> LearnerState:
 
 
 def policy_shapes(model: ModelConfig) -> Params:
-  """Shapes of a policy's parameters."""
+  """Returns the shapes of a policy's parameters."""
   return jax.eval_shape(lambda: init_policy(model, jax.random.key(0)))
 
 
 def batch_shapes(load: Workload) -> TokenBatch:
-  """One microbatch `[1, B, T]`."""
+  """Returns the shapes of one microbatch `[1, B, T]`."""
   dtypes = dict.fromkeys(("tokens", "positions", "segment_ids", "turn_ids"), jnp.int32)
   dtypes |= dict.fromkeys(("action_mask", "truncated"), jnp.bool_)
   dtypes |= dict.fromkeys(("behavior_logp", "rewards", "lambda_policy", "baseline_adv"), jnp.float32)
@@ -194,7 +194,7 @@ def batch_shapes(load: Workload) -> TokenBatch:
 
 
 def lower_policy_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
-  """The policy's update on given advantages. The critic is left out: it need not be on the device then."""
+  """Lowers the policy's update on given advantages. The critic is left out, since it need not be on the device then."""
   apply = constrain_params(policy_apply(model), mesh)
   state = state_shapes(model, learner)._replace(critic=None, critic_opt=None)
 
@@ -206,7 +206,7 @@ def lower_policy_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, lo
 
 
 def lower_critic_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
-  """The critic's K updates, its frozen part frozen. The policy is left out."""
+  """Lowers the critic's K updates with its frozen components. The policy is left out."""
   step = make_critic_step(learner, constrain_params(value_apply(model), mesh), jit=False)
   state = state_shapes(model, learner)._replace(policy=None, policy_opt=None)
   return _lower_step(step, mesh, state, batch_shapes(load))
@@ -226,9 +226,9 @@ def _batch_shardings(x: Any, mesh: Mesh) -> Any:
 
 
 def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
-  """One token for every slot: logits of the next one, caches of `seq` tokens updated in place.
+  """Lowers one decode step of every slot, which returns the next logits and updates caches of `seq` tokens in place.
 
-  Weights have the learner's dtype, as the engine's copy of them has.
+  Weights have the learner's dtype, like the engine's copy of them.
   """
   policy = cached_policy(model)
 
@@ -251,21 +251,21 @@ def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.sta
 
 
 def device_bytes(tree: Any, mesh: Mesh) -> int:
-  """Bytes of a tree of shapes on one device, by the rules."""
+  """Returns the bytes of a tree of shapes on one device, according to the sharding rules."""
   pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings_for(tree, mesh)), strict=True)
   return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
 
 
 def total_bytes(tree: Any) -> int:
-  """Bytes of a tree of shapes."""
+  """Returns the bytes of a tree of arrays or shapes."""
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def total_size(tree: Any) -> int:
-  """Number of parameters."""
+  """Returns the number of parameters."""
   return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def expert_size(params: Params) -> int:
-  """Number of parameters in stacked experts: those of which a token passes `num_experts_per_tok` of `num_experts`."""
+  """Returns the number of parameters in stacked experts. A token uses `num_experts_per_tok / num_experts` of them."""
   return sum(math.prod(x.shape) for x in jax.tree.leaves(params) if len(x.shape) == 3)

@@ -1,4 +1,4 @@
-"""Benchmarks by name: where their problems and answers stand in the published files, and how often they are run."""
+"""Benchmarks by name: the fields of their published files, and the number of runs in the paper."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Benchmark:
   """A published set of problems with short answers."""
 
   fields: tuple[tuple[str, str], ...]
-  """Names of problem and answer in the published files, one pair per publisher."""
+  """Field names of problem and answer in the published files, one pair per publisher."""
   num_runs: int
-  """Runs whose mean the paper reports."""
+  """Number of runs that the paper averages over."""
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -29,11 +29,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
   "IMOAnswerBench": Benchmark((("Problem", "Short Answer"),), 16),
 }
 REASONING_GYM = "reasoning_gym:"
-"""What stands before the name of a task set of reasoning-gym."""
+"""Prefix for the names of reasoning-gym tasks."""
 
 
 def default_runs(name: str) -> int:
-  """Runs of a benchmark in the paper; 1 for the others.
+  """Returns the number of runs of a benchmark in the paper, and 1 for reasoning-gym tasks.
 
   Raises:
     ValueError: unknown name.
@@ -57,21 +57,21 @@ def make_domain(
   settings: Mapping[str, Any] | None = None,
   on_unreadable: problem_file.OnUnreadable = "error",
 ) -> Domain:
-  """The benchmark's problems as held-out tasks, in the checkpoint's chat template.
+  """Makes a domain with the benchmark's problems as held-out tasks, in the checkpoint's chat template.
 
   Args:
     benchmark: a key of `BENCHMARKS`, or `reasoning_gym:TASK`.
-    checkpoint: whose tokenizer and template are used.
+    checkpoint: the checkpoint whose tokenizer and template are used.
     data: JSONL file of a published benchmark; None for reasoning-gym, which makes its problems.
-    max_turns: actions per episode.
-    tool: whether Python is on offer.
-    num_tasks: problems of a reasoning-gym set.
-    settings: a reasoning-gym set's own.
-    on_unreadable: what to do about an answer in the file that cannot be graded; see `chat.math`.
+    max_turns: maximum number of actions per episode.
+    tool: whether to offer Python.
+    num_tasks: number of problems of a reasoning-gym task.
+    settings: settings of a reasoning-gym task.
+    on_unreadable: how to treat an answer in the file that cannot be graded; see `chat.math`.
 
   Raises:
-    ValueError: unknown name, a missing or superfluous `data`, a file without the published fields, or with an answer
-      that cannot be graded.
+    ValueError: the name is unknown, `data` is missing or superfluous, or the file lacks the published fields or holds
+      an answer that cannot be graded.
   """
   default_runs(benchmark)
   if benchmark.startswith(REASONING_GYM):
@@ -91,16 +91,16 @@ def make_domain(
 
 
 def published_fields(benchmark: str, data: str) -> tuple[str, str]:
-  """Which of the benchmark's pairs of fields the file's first line has.
+  """Returns the pair of the benchmark's fields that the file's first line has.
 
   Raises:
-    ValueError: none.
+    ValueError: the line has none of the pairs.
   """
   number, first = next(problem_file.lines(data), (1, ""))
   try:
     row = json.loads(first)
   except (ValueError, RecursionError) as error:
-    raise ValueError(f"{data}, line {number}: a JSON object is wanted; received {first[:80]!r}.") from error
+    raise ValueError(f"{data}, line {number} must be a JSON object; received {first[:80]!r}.") from error
   for pair in BENCHMARKS[benchmark].fields:
     if isinstance(row, dict) and set(pair) <= set(row):
       return pair

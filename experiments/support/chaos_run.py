@@ -1,8 +1,8 @@
-"""One run of `experiments.chaos`, in a process of its own: a tiny training job that keeps a ledger and may kill itself.
+"""One run of `experiments.chaos` in its own process: a tiny training job that keeps a ledger and may kill itself.
 
-The ledger, `ledger.jsonl` in the workdir, says which episodes each learner step was given, and how stale they were.
-`windows.log` beside the workdir says which publications, checkpoint writes, evaluations and restores this process began
-and ended, so that a kill can be told to have fallen into one.
+The ledger, `ledger.jsonl` in the workdir, records the episodes of each learner step and their staleness. The file
+`.windows` beside the workdir records when this process began and ended each weight publication, checkpoint write,
+evaluation and restore. It shows which of them a kill interrupted.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ WINDOWS: Mapping[str, Sequence[tuple[Any, str]]] = {
   "evaluation": ((evaluation, "evaluate"),),
   "restore": ((Checkpointer, "restore"),),
 }
-"""What a kill may fall into: the functions that do it."""
+"""The operations that a kill may interrupt, with the functions that perform them."""
 BATCH_SIZE = 16
 
 
 def make_config(schedule: Schedule, *, num_steps: int) -> RunConfig:
-  """A job of seconds that goes through every stage; tools of 5 ms in `async`, so that both sides overlap."""
+  """Makes a job of seconds that runs every stage. In `async`, tools take 5 ms so that rollouts and learner overlap."""
   in_background = schedule == "async"
   return RunConfig(
     schedule=schedule,
@@ -75,7 +75,7 @@ def make_config(schedule: Schedule, *, num_steps: int) -> RunConfig:
 
 
 def keep_ledger(workdir: pathlib.Path) -> None:
-  """Writes down every batch that a schedule hands to the learner."""
+  """Records every batch that a schedule gives the learner."""
   ledger = jsonl.JsonlFile(workdir / LEDGER)
 
   def recorded(next_batch: Callable[..., list[Trajectory]]) -> Callable[..., list[Trajectory]]:
@@ -94,17 +94,17 @@ def keep_ledger(workdir: pathlib.Path) -> None:
 
 
 def windows_log(workdir: pathlib.Path) -> pathlib.Path:
-  """Where `watch_windows` writes."""
+  """Returns the path of the file of `watch_windows`."""
   return workdir.with_suffix(".windows")
 
 
 def watch_windows(workdir: pathlib.Path, place: str | None, occurrence: int, rng: random.Random) -> None:
-  """Logs the begin (+) and end (-) of every call of `WINDOWS`; arranges for SIGKILL in one of them.
+  """Logs the beginning (+) and end (-) of every call of `WINDOWS`, and arranges for SIGKILL during one of them.
 
   Args:
     workdir: the run's folder.
     place: a key of `WINDOWS`, or None for no kill.
-    occurrence: in which call of this process; one of the calls before says how long it takes.
+    occurrence: number of the call in this process, from 1. The kill comes within the duration of the previous call.
     rng: decides the moment.
   """
   log = os.open(windows_log(workdir), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
@@ -134,7 +134,7 @@ def watch_windows(workdir: pathlib.Path, place: str | None, occurrence: int, rng
 
 
 def killed_inside(workdir: pathlib.Path) -> list[str]:
-  """What the last process of a workdir had begun and not ended when it died."""
+  """Returns the operations that the last process of a workdir had begun and not ended when it died."""
   if not windows_log(workdir).exists():
     return []
   lines = windows_log(workdir).read_text().split()
@@ -143,11 +143,11 @@ def killed_inside(workdir: pathlib.Path) -> list[str]:
 
 def define_flags() -> None:
   flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
-  flags.DEFINE_enum("schedule", "sync", ["sync", "lagged", "async"], "RunConfig.schedule.")
-  flags.DEFINE_integer("num_steps", 12, "Learner steps.")
-  flags.DEFINE_enum("place", None, list(WINDOWS), "Where to die; not at all if not given.")
-  flags.DEFINE_integer("occurrence", 1, "In which call of it by this process.")
-  flags.DEFINE_integer("seed", 0, "Decides the moment within it.")
+  flags.DEFINE_enum("schedule", "sync", ["sync", "lagged", "async"], "The schedule of the run.")
+  flags.DEFINE_integer("num_steps", 12, "The number of learner steps.")
+  flags.DEFINE_enum("place", None, list(WINDOWS), "The operation during which to die. Defaults to no kill.")
+  flags.DEFINE_integer("occurrence", 1, "The number of the call of that operation in this process, from 1.")
+  flags.DEFINE_integer("seed", 0, "The seed of the moment within the call.")
 
 
 def main(argv: Sequence[str]) -> None:

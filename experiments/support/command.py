@@ -1,6 +1,6 @@
-"""How every command here ends: what cannot be done as it was asked for is told in one line, a bug with its traceback.
+"""Runs a command: an error about its input ends it with one line, a bug with a traceback.
 
-`python -X dev -m experiments.NAME` shows the traceback of everything.
+`python -X dev -m experiments.NAME` shows the traceback of every error.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from absl import app
 
 
 def run(main: Callable[[list[str]], Any], *, flags_parser: Callable[[Sequence[str]], list[str]] | None = None) -> None:
-  """`absl.app.run` for a `main` that takes flags only; `one_line` errors end the program with exit code 1."""
+  """Runs `main`, which takes flags only, with `absl.app.run`. An error with a `one_line` message gives exit code 1."""
 
-  def told(argv: list[str]) -> Any:
+  def checked_main(argv: list[str]) -> Any:
     try:
       if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
@@ -29,15 +29,16 @@ def run(main: Callable[[list[str]], Any], *, flags_parser: Callable[[Sequence[st
         raise
       sys.exit(f"{pathlib.Path(argv[0]).stem}: {line}")
 
-  app.run(told, **({} if flags_parser is None else {"flags_parser": flags_parser}))
+  app.run(checked_main, **({} if flags_parser is None else {"flags_parser": flags_parser}))
 
 
 def one_line(error: BaseException) -> str | None:
-  """What to tell of an exception that is an answer to what was asked for; None for a bug, which needs its traceback.
+  """Returns the message for an error about the user's input, or None for a bug, which needs its traceback.
 
-  Answers are a `UsageError`, this project's own exceptions, an operating system's error that names a file, and an error
-  about a value, a file or a package whose traceback ends at a `raise` statement of this project: there its message says
-  what was received and what is allowed. What `int("x")` raises in this project, or another package, is a bug.
+  Errors about input are a `UsageError`, this project's own exceptions, errors of the operating system that name a file,
+  and errors about a value, a file or a package whose traceback ends at a `raise` statement of this project. The message
+  of such a statement shows what was received and what is allowed. An error raised by `int("x")` or by another package
+  is a bug.
   """
   if isinstance(error, OSError) and error.filename is not None:
     paths = repr(error.filename) if error.filename2 is None else f"{error.filename!r} -> {error.filename2!r}"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint or a file of problems is still the one that earlier samples were made with."""
+"""Fingerprints of checkpoints and problem files, to detect that they have changed since earlier samples."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import os
 import pathlib
 
 _SUFFIXES = (".json", ".jinja", ".safetensors")
-"""Of the files of a Hugging Face directory that decide what a model says."""
+"""Suffixes of the files in a Hugging Face directory that determine a model's output."""
 _PIECE = 16 * 2**20
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-  """A digest of a file, or of the weights, settings and tokenizer in a directory.
+  """Returns a digest of a file, or of the weights, settings and tokenizer in a directory.
 
-  Of a large file only its size, beginning, middle and end are read: a training step changes every weight.
+  Of a large file, only the size, the beginning, the middle and the end are read. This detects training, which changes
+  every weight.
 
   Raises:
-    FileNotFoundError: there is nothing of this name.
+    FileNotFoundError: the path does not exist.
   """
   path = pathlib.Path(path)
   files = sorted(x for x in path.iterdir() if x.suffix in _SUFFIXES) if path.is_dir() else [path]

@@ -1,4 +1,4 @@
-"""Reads compiled HLO text: which collectives run, how often and on how many bytes."""
+"""Reads compiled HLO text: the collectives that run, how often, and on how many bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 class Traffic(NamedTuple):
-  """Collectives of one kind."""
+  """The collectives of one kind."""
 
   count: int
   bytes: int
@@ -30,19 +30,19 @@ class Traffic(NamedTuple):
 
 
 class Assigned(NamedTuple):
-  """Bytes of a device's main memory, as the compiler assigned them before it generated code."""
+  """Bytes of a device's main memory as the compiler assigned them before code generation."""
 
   arguments: int
   aliased: int
-  """Arguments whose memory becomes an output's."""
+  """Arguments whose memory an output reuses."""
   outputs: int
-  """Outputs with memory of their own."""
+  """Outputs with their own memory."""
   temporaries: int
-  """And constants."""
+  """Temporaries and constants."""
 
 
 def assigned_memory(text: str) -> Assigned:
-  """Sums up the compiler's dump of its buffer assignment.
+  """Adds up the compiler's dump of its buffer assignment.
 
   Raises:
     ValueError: the text holds no allocation.
@@ -52,7 +52,7 @@ def assigned_memory(text: str) -> Assigned:
   if not allocations:
     raise ValueError(f"a buffer assignment must list allocations; received {text[:200]!r}.")
   for size, kind in allocations:
-    if "color" in kind or "thread-local" in kind:  # other memories, and parts of what is counted
+    if "color" in kind or "thread-local" in kind:  # other memories, and parts of allocations that are counted already
       continue
     live_out = int(size) if "maybe-live-out" in kind else 0
     if "parameter" in kind:
@@ -65,7 +65,7 @@ def assigned_memory(text: str) -> Assigned:
 
 
 def shape_bytes(text: str) -> list[int]:
-  """Sizes of all array shapes in a piece of HLO text.
+  """Returns the sizes in bytes of all array shapes in a piece of HLO text.
 
   >>> shape_bytes("(bf16[8,128]{1,0}, f32[4])")
   [2048, 16]
@@ -81,9 +81,9 @@ def shape_bytes(text: str) -> list[int]:
 
 
 def collectives(text: str) -> dict[str, Traffic]:
-  """Counts and bytes by kind in a compiled module; loops with a known number of trips count each trip.
+  """Counts collectives and their bytes by kind in a compiled module.
 
-  Loops whose number of trips is data (microbatches) count once.
+  Loops with a known number of trips count each trip. Loops over data (microbatches) count once.
   """
   bodies = dict(_computations(text))
   counts: collections.Counter[str] = collections.Counter()
@@ -95,14 +95,14 @@ def collectives(text: str) -> dict[str, Traffic]:
         result, kind, start = found.groups()
         sizes = shape_bytes(result)
         if start and kind != "all-reduce":
-          sizes = sizes[len(sizes) // 2 :]  # operands come first in the pair that an asynchronous start returns
+          sizes = sizes[len(sizes) // 2 :]  # an asynchronous start returns a pair: operands first, then results
         counts[kind] += times
         totals[kind] += times * sum(sizes)
   return {kind: Traffic(counts[kind], totals[kind]) for kind in KINDS if counts[kind]}
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-  """`(name, lines)` of each computation; the entry's name is "ENTRY"."""
+  """Yields `(name, lines)` of each computation. The entry computation has the name "ENTRY"."""
   name, lines = "", []
   for line in text.splitlines():
     header = _COMPUTATION.match(line)
@@ -115,7 +115,7 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _executions(bodies: Mapping[str, list[str]]) -> dict[str, int]:
-  """How often each computation runs per run of the entry."""
+  """Returns how often each computation runs per run of the entry."""
   times: collections.Counter[str] = collections.Counter()
 
   def visit(name: str, factor: int) -> None:
@@ -124,7 +124,7 @@ def _executions(bodies: Mapping[str, list[str]]) -> dict[str, int]:
     times[name] += factor
     for line in bodies[name]:
       if " async-done(" in line or " async-update(" in line:
-        continue  # they name the computation that their start has run
+        continue  # these refer to a computation that runs as part of their start
       called = _CALLED.findall(line)
       for branches in _BRANCHES.findall(line):
         called += [branch.strip().lstrip("%") for branch in branches.split(",")]

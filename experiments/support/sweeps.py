@@ -1,4 +1,4 @@
-"""What the sweeps over other packages' tasks share: limits of CPU time, rows, and one JSON object at the end."""
+"""Helpers of the sweeps over tasks of other packages: a limit of CPU time, and the final JSON object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-  """Raises TimeoutError after so much CPU time; on the main thread only."""
+  """Raises TimeoutError after this much CPU time. Works on the main thread only."""
 
   def stop(*_: object) -> None:
     raise TimeoutError(f"took more than {seconds} s of CPU time")
@@ -26,6 +26,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def conclude(summary: Mapping[str, Any], *, faults: str) -> int:
-  """Prints the summary on the last line; returns the exit code: 1 if its entry `faults` names any."""
+  """Prints the summary as the last line; returns the exit code, which is 1 if the entry `faults` is not empty."""
   print("\n" + json.dumps(summary))
   return 1 if summary[faults] else 0

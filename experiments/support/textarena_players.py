@@ -1,6 +1,6 @@
-"""Players for `sweep_textarena`: for each single-player game of TextArena the best known play, and its moves.
+"""Players for `sweep_textarena`: the best known play of each single-player game of TextArena, and its possible moves.
 
-The best players see the state of the game, answers included: what they earn is what perfect play earns.
+The best players see the state of the game with its answers, so that they earn what perfect play earns.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SEARCH_LIMIT = 100_000
 
 @dataclasses.dataclass(frozen=True)
 class Game:
-  """How a game is played: as well as is known, and at random."""
+  """The ways to play a game: the best known, at random, and the worst."""
 
   best: Callable[[Any], Moves]
   moves: Callable[[Any], list[str]]
-  """Moves that may be made now, not all of them legal."""
+  """Returns moves to choose from at random, not all of them legal."""
   worst: Callable[[Any], Moves] | None = None
-  """Play that once paid too much."""
+  """Play that an earlier version of the game rewarded too highly."""
 
 
 def search(
@@ -39,7 +39,7 @@ def search(
   *,
   weight: float = 1.0,
 ) -> list[str]:
-  """Moves to a state at distance 0, or to the nearest one found: weighted A*."""
+  """Returns moves to a state at distance 0, or to the nearest state found, by weighted A*."""
   came: dict[Hashable, tuple[Hashable, str] | None] = {start: None}
   cost: dict[Hashable, int] = {start: 0}
   counter = itertools.count()
@@ -65,7 +65,7 @@ def search(
 
 
 def _game_2048(env: Any) -> Moves:
-  """Looks one move ahead for empty cells and the largest tile in a corner."""
+  """Looks one move ahead for empty cells and for the largest tile in a corner."""
   while True:
     scores = {}
     for index, move in enumerate(_DIRECTIONS):
@@ -117,7 +117,7 @@ def _countdown(env: Any) -> Moves:
 
 
 def _crosswords(env: Any) -> Moves:
-  """All letters in one move: one at a time may take more turns than there are."""
+  """Enters all letters in one move, since one letter per move may exceed the number of turns."""
   rows = enumerate(env.state.game_state["solution"])
   yield " ".join(f"[{row} {col} {x}]" for row, cells in rows for col, x in enumerate(cells) if x != ".")
 
@@ -139,7 +139,7 @@ def _adds_up(env: Any, value: Mapping[str, int]) -> bool:
 
 
 def _cryptarithm_worst(env: Any) -> Moves:
-  """Assigns all letters but one, wrongly, and gives up."""
+  """Assigns all letters but one wrongly, and stops."""
   yield from (f"[{letter} {9 - digit}]" for digit, letter in enumerate(sorted(env.letters)[:-1]))
 
 
@@ -180,7 +180,7 @@ def _guess_the_number(env: Any) -> Moves:
 
 
 def _lights_out(env: Any) -> Moves:
-  """Tries each way to press the first row; what to press in the rows below follows from the lights above."""
+  """Tries every way to press the first row. The lights of each row determine the presses in the row below."""
   size = env.size
   for first in itertools.product((False, True), repeat=size):
     grid = [row[:] for row in env.state.game_state["grid"]]
@@ -283,7 +283,7 @@ def _set(env: Any) -> Moves:
 
 
 def _slitherlink(env: Any) -> Moves:
-  """Tries all rectangles: the game draws no other loops."""
+  """Tries all rectangles, since the game draws no other loops."""
   for top, left in itertools.product(range(env.R), range(env.C)):
     for bottom, right in itertools.product(range(top + 1, env.R + 1), range(left + 1, env.C + 1)):
       edges = [f"[h {row} {col}]" for row in (top, bottom) for col in range(left, right)]
@@ -410,4 +410,4 @@ GAMES: Final[Mapping[str, Game]] = {
   ),
   "TowerOfHanoiEnv": Game(_tower_of_hanoi, lambda env: [f"[{a} {b}]" for a, b in itertools.permutations("ABC", 2)]),
 }
-"""By the class of the game."""
+"""Players by the name of the game's class."""

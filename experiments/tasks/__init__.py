@@ -1,1 +1,1 @@
-"""Tasks that runs name in `config.env.factory`: each module makes a `sao_jax.types.Domain` out of options."""
+"""Tasks for `config.env.factory`: each module makes a `sao_jax.types.Domain` from options."""

@@ -1,13 +1,13 @@
-"""A task for comparisons of algorithms on one CPU core: find a hidden number, asked for in as many guesses as bisection
-needs at most.
+"""A task to compare algorithms on one CPU core: find a hidden number with as few guesses as bisection needs.
 
-The prompt `02-27:5?` says that the number lies from 2 to 27 and that five guesses are left. An action is a guess:
-`14;`. What comes back is what is known then, in the same form: `15-27:4?`. A guess that is no number of two digits, or
-lies outside, is lost. The reward is 1 for the number and 0 otherwise: several turns, more for wide ranges than for
-narrow ones, half the tokens written by the environment, and how good a guess was shows turns later.
+The prompt `02-27:5?` says that the number lies in 2 to 27 and that five guesses are left. An action such as `14;` is a
+guess. The reply has the form of the prompt and contains the remaining range: `15-27:4?`. A guess that is not a number
+of two digits, or lies outside the range, is wasted. The reward is 1 for finding the number and 0 otherwise. Episodes
+have several turns, more for wide ranges than for narrow ones. The environment writes half of the tokens, and the
+quality of a guess shows only turns later.
 
-The demonstrations guess anywhere, in `careless` of their guesses even where the number cannot be: RL has to find that
-guesses belong inside, and that the middle is best.
+The demonstrations guess at random. A share `careless` of their guesses ignores the replies. RL has to find that guesses
+belong inside the remaining range and that its middle is best.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from experiments.tasks.demonstrations import Pieces, play
 from sao_jax.types import Domain, Environment, Split, Step
 
 END = ";"
@@ -26,7 +27,7 @@ MAX_GUESSES = NUMBERS.bit_length() - 1
 
 
 class BisectionTokenizer:
-  """Each end of a range is one token, and so is the number of guesses left; guesses are written in digits."""
+  """Each end of a range is one token, as is the number of guesses left. Guesses are written in digits."""
 
   def __init__(self) -> None:
     ends = [f"{number:02d}{mark}" for mark in "-:" for number in range(NUMBERS)]
@@ -46,7 +47,7 @@ class BisectionTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """A hidden number and the range that is told, both ends included."""
+  """A hidden number and the range in the prompt, both ends included."""
 
   low: int
   high: int
@@ -54,7 +55,7 @@ class Problem:
 
   @property
   def guesses(self) -> int:
-    """As many as bisection needs in the worst case: ceil(log2(width + 1)).
+    """The number of guesses that bisection needs in the worst case: ceil(log2(width + 1)).
 
     >>> Problem(0, 2, 1).guesses, Problem(0, 3, 1).guesses, Problem(1, 31, 11).guesses
     (2, 3, 5)
@@ -63,7 +64,7 @@ class Problem:
 
 
 def make_problem(index: int, split: Split) -> Problem:
-  """Problem number `index`; those of the two splits are drawn apart."""
+  """Makes problem number `index`. The two splits are drawn independently."""
   rng = np.random.default_rng((index, split == "eval"))
   width = int(rng.integers(3, NUMBERS))
   low = int(rng.integers(0, NUMBERS - width + 1))
@@ -71,7 +72,7 @@ def make_problem(index: int, split: Split) -> Problem:
 
 
 class Bisection(Environment):
-  """The task over `num_tasks` problems."""
+  """An environment with `num_tasks` problems."""
 
   def __init__(self, split: Split, num_tasks: int):
     self._split: Split = split
@@ -96,20 +97,20 @@ class Bisection(Environment):
     return Step(observation=self._state(), done=self.left == 0)
 
   def close(self) -> None:
-    """Holds nothing."""
+    """Does nothing: there are no resources."""
 
   def _state(self) -> str:
     return f"{self.low:02d}-{self.high:02d}:{self.left}?"
 
 
 def make_domain(*, num_train_tasks: int = 4096, num_eval_tasks: int = 512, careless: float = 0.6) -> Domain:
-  """Builds the domain.
+  """Makes the domain.
 
   Args:
-    num_train_tasks: few enough that a prompt comes back, as baselines per prompt need it.
-    num_eval_tasks: problems drawn apart from those.
-    careless: share of a demonstration's guesses that are drawn from the whole range of the prompt rather than from what
-      is left of it.
+    num_train_tasks: number of training problems, few enough that prompts repeat, as baselines per prompt require.
+    num_eval_tasks: number of held-out problems, which are drawn independently.
+    careless: share of a demonstration's guesses that are drawn from the whole range of the prompt instead of the
+      remaining range.
   """
   if not 0.0 <= careless <= 1.0:
     raise ValueError(f"careless must be in [0, 1]; received {careless!r}.")
@@ -117,17 +118,14 @@ def make_domain(*, num_train_tasks: int = 4096, num_eval_tasks: int = 512, carel
   def make_env(split: Split) -> Bisection:
     return Bisection(split, num_train_tasks if split == "train" else num_eval_tasks)
 
-  def demonstrate(task_index: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
+  def demonstrate(task_index: int, rng: np.random.Generator) -> Pieces:
     env = make_env("train")
-    pieces = [(env.reset(task_index), False)]
-    while True:
-      ends = (env.problem.low, env.problem.high) if rng.random() < careless else (env.low, env.high)
-      action = f"{rng.integers(ends[0], ends[1] + 1):02d}{END}"
-      step = env.step(action)
-      pieces.append((action, True))
-      if step.done:
-        return pieces
-      pieces.append((step.observation, False))
+
+    def guess() -> str:
+      low, high = (env.problem.low, env.problem.high) if rng.random() < careless else (env.low, env.high)
+      return f"{rng.integers(low, high + 1):02d}{END}"
+
+    return play(env, task_index, guess)
 
   return Domain(
     make_env=make_env,

@@ -1,4 +1,4 @@
-"""Tasks for published checkpoints, in their own chat template, to be named in `--config.env.factory`.
+"""Tasks for published checkpoints in their own chat template, for `--config.env.factory`.
 
     --config.env.factory=experiments.tasks.chat:reasoning_gym
     --config.env.options="{'checkpoint': 'path/of/checkpoint', 'task': 'chain_sum', 'tool': True}"
@@ -48,31 +48,32 @@ def reasoning_gym(
   template: Mapping[str, Any] | None = None,
   **options: Any,
 ) -> Domain:
-  """One of reasoning-gym's task sets; `size` is the number of training tasks.
+  """Makes a reasoning-gym task; `size` is the number of training tasks.
 
   Args:
-    checkpoint: whose tokenizer and template are used.
-    answer: what is graded: the last action's whole `text`, what stands between `<answer>` `tags`, or its last `number`.
-    system: text of the system's turn; None: no such turn.
-    tool: whether Python is on offer; the template must teach tool calls.
-    packages: installed packages that it may import, such as numpy and sympy; the model is told.
-    max_turns: actions per episode; 1 leaves no room for a call.
-    num_eval_tasks: held-out tasks, whose seeds lie above the training tasks'.
-    template: switches of the chat template, such as `{"enable_thinking": False}`.
+    checkpoint: the checkpoint whose tokenizer and template are used.
+    answer: the part of the last action that is graded: its whole `text`, the text between `<answer>` `tags`, or its
+      last `number`.
+    system: text of the system turn; None for no such turn.
+    tool: whether to offer Python; the template must support tool calls.
+    packages: installed packages that the tool may import, such as numpy and sympy; the prompt names them.
+    max_turns: maximum number of actions per episode; 1 leaves no room for a tool call.
+    num_eval_tasks: number of held-out tasks, whose seeds follow those of the training tasks.
+    template: arguments of the chat template, such as `{"enable_thinking": False}`.
     **options: fields of `ReasoningGymConfig`; `task` is required.
 
   Raises:
-    ValueError: a task, setting or other option that there is not.
-    ImportError: a package that is not installed.
+    ValueError: a task, setting or other option does not exist.
+    ImportError: a package is not installed.
   """
   if "task" not in options:
     raise ValueError("options of reasoning_gym must hold 'task', the name of a task set; received none.")
   if answer not in get_args(Answer):
     raise ValueError(f"answer must be one of {', '.join(get_args(Answer))}; received {answer!r}.")
   train = checked(ReasoningGymConfig, options)
-  # A problem's seed is the set's plus its number.
+  # A problem's seed is the seed of its set plus its number.
   held_out = dataclasses.replace(train, seed=train.seed + train.size, size=num_eval_tasks)
-  ReasoningGym(held_out)  # What it refuses is told here, not by every episode.
+  ReasoningGym(held_out)  # reports a bad setting now instead of in every episode
 
   def questions(split: Split) -> Callable[[int], Question]:
     game = ReasoningGym(train if split == "train" else held_out)
@@ -104,26 +105,26 @@ def math(
   on_unreadable: problem_file.OnUnreadable = "error",
   template: Mapping[str, Any] | None = None,
 ) -> Domain:
-  """Mathematics with or without Python, graded by `MathGrader`: reward 1 for the right answer, else 0.
+  """Makes mathematics tasks with or without Python. `MathGrader` gives reward 1 for the right answer and 0 otherwise.
 
   Args:
-    checkpoint: whose tokenizer and template are used.
-    train: a JSONL file of training problems (UTF-8). Problems that are there twice count twice, with a warning.
-    held_out: a JSONL file of held-out problems.
-    question_field: the field that holds the problem.
-    answer_field: the field that holds the answer, text or a number.
-    instruction: stands below the problem; empty for none.
-    system: text of the system's turn; None: no such turn.
-    tool: whether Python is on offer.
-    packages: installed packages that it may import, such as numpy and sympy; the model is told.
-    max_turns: actions per episode.
-    on_unreadable: "error" to refuse a file with an answer that the grader cannot read, "drop" to leave its problem out.
-    template: switches of the chat template.
+    checkpoint: the checkpoint whose tokenizer and template are used.
+    train: JSONL file of training problems in UTF-8. A problem that occurs twice counts twice, with a warning.
+    held_out: JSONL file of held-out problems.
+    question_field: name of the field with the problem.
+    answer_field: name of the field with the answer, text or a number.
+    instruction: text below the problem; empty for none.
+    system: text of the system turn; None for no such turn.
+    tool: whether to offer Python.
+    packages: installed packages that the tool may import, such as numpy and sympy; the prompt names them.
+    max_turns: maximum number of actions per episode.
+    on_unreadable: "error" to reject a file with an answer that the grader cannot read, "drop" to leave out its problem.
+    template: arguments of the chat template.
 
   Raises:
-    ValueError: a file without problems, a line without the fields or with an empty or not finite answer, or an answer
-      that cannot be read.
-    ImportError: a package that is not installed.
+    ValueError: a file has no problems, a line lacks the fields or has an empty or non-finite answer, or an answer
+      cannot be read.
+    ImportError: a package is not installed.
   """
   grader = MathGrader()
 
@@ -154,13 +155,13 @@ def math(
 def coding(
   *, checkpoint: str, system: str | None = None, template: Mapping[str, Any] | None = None, **options: Any
 ) -> Domain:
-  """HumanEval problems with injected bugs, worked on by commands; see `standard.coding`. No demonstrations.
+  """Makes HumanEval problems with injected bugs, to be fixed by commands; see `standard.coding`. No demonstrations.
 
   Args:
-    checkpoint: whose tokenizer and template are used.
-    system: text of the system's turn; None: no such turn.
-    template: switches of the chat template.
-    **options: those of `standard.coding`.
+    checkpoint: the checkpoint whose tokenizer and template are used.
+    system: text of the system turn; None for no such turn.
+    template: arguments of the chat template.
+    **options: options of `standard.coding`.
   """
   chat = Chat.load(checkpoint, **(template or {}))
   commands = standard.coding(**options)
@@ -186,9 +187,9 @@ def _domain(
   close: Callable[[], None] = lambda: None,
 ) -> Domain:
   if packages and not tool:
-    raise ValueError(f"packages are for the Python tool: tool must be True; received {tool!r} and {packages!r}.")
+    raise ValueError(f"packages need the Python tool: tool must be True; received {tool!r} and {packages!r}.")
   chat = Chat.load(checkpoint, **(template or {}))
-  # The config refuses what is no sequence of names.
+  # The config rejects anything but a sequence of names.
   python = PythonTool(PythonToolConfig(packages=packages)) if tool else None  # type: ignore[arg-type]
 
   def close_all() -> None:

@@ -1,4 +1,4 @@
-"""A task of seconds, for checks of the machinery: answer with the digit that is asked for, after some waits."""
+"""A task that takes seconds, to check the machinery: answer with the digit in the prompt, after some waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DigitsTokenizer:
 
 
 class DigitsEnv(Environment):
-  """Prompt `?7`; `.7;` earns 1 and ends; any other answer ends with 0; anything else is answered by `w`, four times."""
+  """Prompt `?7`: `.7;` earns 1 and ends; any other answer ends with 0. Up to four other actions get the reply `w`."""
 
   def __init__(self, sleep_s: float) -> None:
     self._sleep_s = sleep_s
@@ -47,11 +47,11 @@ class DigitsEnv(Environment):
     return Step(observation="w", done=self._turns == 4, truncated=self._turns == 4)
 
   def close(self) -> None:
-    """Holds nothing."""
+    """Does nothing: there are no resources."""
 
 
 def make_domain(*, sleep_s: float = 0.0, num_tasks: int = 50) -> Domain:
-  """Builds the domain; `sleep_s` is the latency of every step of the environment."""
+  """Makes the domain; `sleep_s` is the latency of every step of the environment in seconds."""
 
   def make_env(split: Split) -> DigitsEnv:
     return DigitsEnv(sleep_s)

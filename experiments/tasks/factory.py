@@ -1,4 +1,4 @@
-"""From `config.env` to a domain; a module of its own, so that engines in other processes can import it."""
+"""Makes the domain that `config.env` names. A separate module, so that engines in other processes can import it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sao_jax.types import Domain
 
 
 class FactoryError(ValueError):
-  """`config.env.factory` names nothing, or what does not take `config.env.options`."""
+  """`config.env.factory` does not exist, or does not accept `config.env.options`."""
 
 
 def import_named(module: str) -> types.ModuleType:
-  """Imports a module that a user has named.
+  """Imports a module named by the user.
 
   Raises:
-    FactoryError: it is not there. What it fails to import itself is raised as it is.
+    FactoryError: the module does not exist. If it exists and fails to import another module, that error is raised.
   """
   try:
     return importlib.import_module(module)
   except ModuleNotFoundError as error:
     if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-      raise  # the module is there, and lacks something itself
+      raise  # the module exists, and one of its own imports is missing
     raise FactoryError(str(error)) from error
 
 
@@ -33,8 +33,8 @@ def make_domain(config: RunConfig) -> Domain:
   """Calls the function that `config.env.factory` names.
 
   Raises:
-    FactoryError: there is no such module or function, or it does not take the options.
-    TypeError: it returns something else.
+    FactoryError: the module or function does not exist, or it does not accept the options.
+    TypeError: the function returns something other than a Domain.
   """
   if config.env.factory is None:
     raise FactoryError("env.factory must name a task, as module:function; received None.")
@@ -44,7 +44,7 @@ def make_domain(config: RunConfig) -> Domain:
   except FactoryError as error:
     raise FactoryError(
       f"env.factory must be module:function of a module that can be imported; received {config.env.factory!r}: "
-      f"{error}. A file of yours must lie in the working directory or on PYTHONPATH."
+      f"{error}. Your own file must be in the working directory or on PYTHONPATH."
     ) from error
   if (factory := getattr(found, function, None)) is None:
     defined = [name for name, value in vars(found).items() if inspect.isfunction(value) and not name.startswith("_")]
@@ -53,7 +53,7 @@ def make_domain(config: RunConfig) -> Domain:
     domain = factory(**config.env.options)
   except TypeError as error:
     if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-      raise  # of its own, not of how it was called
+      raise  # raised inside the function, not by the call
     takes = ", ".join(inspect.signature(factory).parameters) or "none"
     raise FactoryError(
       f"env.options do not fit env.factory {config.env.factory!r}: {error}; it takes {takes}."

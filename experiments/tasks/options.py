@@ -1,4 +1,4 @@
-"""Options of a run, which may hold anything, on their way into config dataclasses; and names that are nearly right."""
+"""Checks the options of a run, which may hold anything, against config dataclasses, and suggests similar names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ T = TypeVar("T")
 
 
 def checked(kind: type[T], fields: Mapping[str, Any]) -> T:
-  """Makes a config dataclass; ValueError names the fields that it does not have, and the closest that it has."""
+  """Makes a config dataclass from options.
+
+  Raises:
+    ValueError: the dataclass lacks some of the fields; the message names them and the most similar field.
+  """
   known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
   if unknown := sorted(set(fields) - known):
     raise ValueError(f"unknown options of {kind.__name__}: {', '.join(unknown)}{closest(unknown[0], sorted(known))}")
@@ -19,7 +23,7 @@ def checked(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-  """The end of a sentence that refuses a name: the known ones that are nearest to it, or all of them.
+  """Returns the end of an error message about an unknown name: the most similar known names, or all of them.
 
   >>> closest("tran_size", ["train_size", "seed"]), closest("x", ["train_size", "seed"])
   ('; did you mean train_size?', '; it has train_size, seed.')

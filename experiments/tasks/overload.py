@@ -1,4 +1,4 @@
-"""Loads that are wrong in one way, for `experiments.soak`: environments that are slow, stand still or misbehave."""
+"""Abnormal loads for `experiments.soak`: environments that are slow, stall or misbehave."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from experiments.tasks.digits import DigitsTokenizer
 from sao_jax.types import Domain, Environment, Split, Step
 
 LONG_EPISODE = 100
-"""Number of the one that is long: others are under way by then."""
+"""Number of the long episode. Others are running when it starts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scenario:
-  """What is wrong with the load. Times in seconds, for the whole run unless it says otherwise."""
+  """A kind of abnormal load. Times are in seconds and hold for the whole run unless stated otherwise."""
 
   learner_s: float = 0.0
-  """The learner waits so long in every step."""
+  """Additional time of every learner step."""
   tool_s: float = 0.002
-  """Every step of an environment takes so long."""
+  """Time of every step of an environment."""
   slow_share: float = 0.0
   """Share of the episodes whose last step takes `--slow_tool_s`."""
   long_turns: int = 0
-  """Turns of one episode; all others then have one."""
+  """Number of turns of one episode; all others then have one turn."""
   faults: bool = False
-  """Some environments raise, hang, flood or give back nonsense."""
+  """Some environments raise, hang, flood or return nonsense."""
   stalls: bool = False
-  """Every `--stall_every_s` all tools stand still for `--stall_s`."""
+  """All tools stop for `--stall_s` every `--stall_every_s`."""
   episodes: int | None = None
-  """The run ends after so many trajectories were trained on; None: after `--minutes`."""
+  """The run ends after training on this many trajectories; None to end after `--minutes`."""
   max_len: int = 32
 
 
@@ -52,7 +52,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
-  """How long the slow things take."""
+  """The lengths of the run and of delays."""
 
   minutes: float
   slow_tool_s: float
@@ -62,28 +62,28 @@ class Times:
 
 
 class Clock:
-  """Runs from the first episode on (what comes before it is compiling); counts episodes, and calls that hang."""
+  """Measures time from the first episode on, which excludes compilation, and counts episodes and hanging calls."""
 
   def __init__(self) -> None:
     self.began: float | None = None
     self._episodes = itertools.count()
     self._lock = threading.Lock()
-    self.given_up = 0
-    """Calls that hang for longer than `env_timeout_s` at this moment: each keeps a thread that nobody can end."""
+    self.timed_out = 0
+    """Number of calls that now hang beyond `env_timeout_s`. Each holds a thread that cannot be ended."""
 
   @contextlib.contextmanager
   def hangs(self) -> Iterator[None]:
-    """Around what a call does after it was given up."""
+    """Counts the block as a call that hangs beyond its timeout."""
     with self._lock:
-      self.given_up += 1
+      self.timed_out += 1
     try:
       yield
     finally:
       with self._lock:
-        self.given_up -= 1
+        self.timed_out -= 1
 
   def episode(self) -> int:
-    """Number of an episode that begins, from 0."""
+    """Returns the number of a starting episode, from 0."""
     self.began = self.began or time.monotonic()
     return next(self._episodes)
 
@@ -93,7 +93,7 @@ class Clock:
 
 
 class OverloadEnv(Environment):
-  """Answers `w` to everything until its task's number of turns is reached; misbehaves as the scenario says."""
+  """Answers `w` to every action until its task's number of turns is reached. Misbehaves as the scenario says."""
 
   def __init__(self, scenario: Scenario, times: Times, clock: Clock):
     self._scenario, self._times, self._clock = scenario, times, clock
@@ -131,11 +131,11 @@ class OverloadEnv(Environment):
     return Step(observation="" if done else "w", reward=reward, done=done)
 
   def close(self) -> None:
-    """Holds nothing."""
+    """Does nothing: there are no resources."""
 
 
 def make_domain(scenario: Scenario, times: Times, clock: Clock) -> Domain:
-  """Demonstrations say `;` to everything, so that episodes take as many turns as their task wants."""
+  """Makes the domain. Demonstrations always say `;`, so that episodes take the number of turns of their task."""
 
   def make_env(split: Split) -> OverloadEnv:
     return OverloadEnv(scenario, times, clock)

@@ -1,4 +1,4 @@
-"""JSONL files of problems with short answers, as data sets are published."""
+"""JSONL files of problems with short answers, the usual format of published data sets."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _MAX_NAMED = 20
 
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
-  """Yields `(line number, line)` of a text file in UTF-8 with or without a byte order mark; empty lines are left out.
+  """Yields `(line number, line)` of a UTF-8 text file with or without a byte order mark. Empty lines are left out.
 
   Raises:
-    FileNotFoundError: there is no such file.
+    FileNotFoundError: the file does not exist.
   """
   file = pathlib.Path(path)
   if not file.is_file():
     raise FileNotFoundError(f"env.options train and held_out must name JSONL files of problems; there is no {path!r}.")
-  # Not splitlines: a JSON string may hold other line separators as they are.
+  # str.splitlines would also split at other line separators, which a JSON string may hold.
   for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
     if line.strip():
       yield number, line.removesuffix("\r")
 
 
 def read(path: str, question_field: str, answer_field: str) -> list[tuple[str, str]]:
-  """Problems and their answers, in the file's order. Problems that are there twice are kept, with a warning.
+  """Reads problems and their answers in the order of the file. Problems that occur twice are kept, with a warning.
 
   Args:
     path: the file.
-    question_field: the field that holds the problem.
-    answer_field: the field that holds the answer, text or a number.
+    question_field: name of the field with the problem.
+    answer_field: name of the field with the answer, text or a number.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: a line without the fields, an empty problem or answer, an answer that is no number (NaN), no problem.
+    FileNotFoundError: the file does not exist.
+    ValueError: a line lacks the fields, a problem or answer is empty, an answer is not finite, or there is no problem.
   """
   problems: list[tuple[str, str]] = []
   first: dict[str, int] = {}
@@ -51,8 +51,8 @@ def read(path: str, question_field: str, answer_field: str) -> list[tuple[str, s
       row = json.loads(line)
       question, answer = row[question_field], row[answer_field]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-      wanted = f"a JSON object with {question_field!r} and {answer_field!r}"
-      raise ValueError(f"{path}, line {number}: {wanted} is wanted; received {line[:80]!r}.") from error
+      expected = f"a JSON object with {question_field!r} and {answer_field!r}"
+      raise ValueError(f"{path}, line {number} must be {expected}; received {line[:80]!r}.") from error
     if not _is_problem(question, answer):
       raise ValueError(
         f"{path}, line {number}: {question_field!r} must be text and {answer_field!r} text or a finite number, neither "
@@ -65,7 +65,7 @@ def read(path: str, question_field: str, answer_field: str) -> list[tuple[str, s
   if not problems:
     raise ValueError(f"{path} holds no problem.")
   if again:
-    message = "%s: %d of %d problems are there before (line %d is the problem of line %d, for one); each line counts."
+    message = "%s: %d of %d problems are duplicates (line %d repeats line %d, for example). Each line counts."
     logging.warning(message, path, len(again), len(problems), again[0][1], again[0][0])
   return problems
 
@@ -73,16 +73,16 @@ def read(path: str, question_field: str, answer_field: str) -> list[tuple[str, s
 def gradable(
   path: str, problems: list[tuple[str, str]], grader: MathGrader, on_unreadable: OnUnreadable
 ) -> list[tuple[str, str]]:
-  """The problems whose answers the grader finds equal to themselves; no answer to the others could ever be right.
+  """Returns the problems whose answers the grader finds equal to themselves. No answer to the others could be right.
 
   Args:
     path: the file, for messages.
     problems: problems and their answers.
-    grader: what will grade the answers.
-    on_unreadable: "error" to refuse a file with other problems, "drop" to leave these out with a warning.
+    grader: the grader of the task.
+    on_unreadable: "error" to reject a file with other problems, "drop" to leave these out with a warning.
 
   Raises:
-    ValueError: another setting, an unreadable answer with "error", or no readable answer.
+    ValueError: `on_unreadable` has another value, an answer is unreadable with "error", or no answer is readable.
   """
   if on_unreadable not in get_args(OnUnreadable):
     raise ValueError(f"on_unreadable must be one of {', '.join(get_args(OnUnreadable))}; received {on_unreadable!r}.")
@@ -103,6 +103,6 @@ def gradable(
 def _is_problem(question: Any, answer: Any) -> bool:
   if not isinstance(question, str) or not question.strip() or isinstance(answer, bool):
     return False
-  if isinstance(answer, str):  # "nan": what is missing, as some programs write it
+  if isinstance(answer, str):  # some programs write "nan" for a missing value
     return answer.strip().lower() not in ("", "nan")
   return isinstance(answer, int) or (isinstance(answer, float) and math.isfinite(answer))

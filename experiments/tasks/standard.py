@@ -1,4 +1,4 @@
-"""Ready tasks around the adapters of `sao_jax.envs`, to be named in `--config.env.factory`.
+"""Ready-made tasks built on the environments of `sao_jax.envs`, for `--config.env.factory`.
 
     --config.env.factory=experiments.tasks.standard:reasoning_gym --config.env.options="{'task': 'spell_backward'}"
     --config.env.factory=experiments.tasks.standard:gymnasium --config.env.options="{'env_id': 'FrozenLake-v1'}"
@@ -6,9 +6,9 @@
     --config.env.factory=experiments.tasks.standard:textarena --config.env.options="{'game': 'GuessTheNumber-v0'}"
     --config.env.factory=experiments.tasks.standard:coding
 
-Options are the fields of the adapter's config and the keywords below. Training and held-out tasks never meet. All are
-written for `MathTokenizer`, which knows printable ASCII; demonstrations are right answers, winning walkthroughs mixed
-with other commands, or random moves, as each function says.
+Options are the fields of the environment's config and the keywords below. Training and held-out tasks are disjoint. All
+texts are for `MathTokenizer`, which knows printable ASCII. Each function states its demonstrations: right answers,
+winning walkthroughs mixed with other commands, or random moves.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments.tasks.demonstrations import Pieces, play
 from experiments.tasks.options import checked
 from sao_jax.envs.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
-from sao_jax.envs.adapters.text_game import TextGame
 from sao_jax.envs.adapters.textarena import TextArenaConfig, textarena_factory
 from sao_jax.envs.adapters.textworld import TextWorldConfig, textworld_factory
 from sao_jax.envs.base import Environment, Step, Tag
@@ -32,11 +32,9 @@ from sao_jax.envs.sandbox import PythonTool, PythonToolConfig
 from sao_jax.tokenizers import MathTokenizer
 from sao_jax.types import Domain, Split
 
-Pieces = list[tuple[str, bool]]
-
 
 class _From(Environment):
-  """An environment whose task number i is number `first + i` of another."""
+  """An environment whose task i is task `first + i` of another environment."""
 
   def __init__(self, env: Environment, first: int):
     self._env = env
@@ -53,16 +51,16 @@ class _From(Environment):
 
 
 def reasoning_gym(*, num_eval_tasks: int = 1_000, **options: Any) -> Domain:
-  """One of reasoning-gym's task sets; `size` is the number of training tasks. Demonstrations: the package's answers.
+  """Makes a reasoning-gym task; `size` is the number of training tasks. Demonstrations: the package's answers.
 
   Args:
-    num_eval_tasks: held-out tasks, whose seeds lie above the training tasks'.
+    num_eval_tasks: number of held-out tasks, whose seeds follow those of the training tasks.
     **options: fields of `ReasoningGymConfig`; `task` is required.
   """
   if "task" not in options:
     raise ValueError("options of reasoning_gym must hold 'task', the name of a task set; received none.")
   train = checked(ReasoningGymConfig, options)
-  # A problem's seed is the set's plus its number.
+  # A problem's seed is the seed of its set plus its number.
   held_out = dataclasses.replace(train, seed=train.seed + train.size, size=num_eval_tasks)
   demonstrator = ReasoningGym(train)
 
@@ -80,29 +78,29 @@ def reasoning_gym(*, num_eval_tasks: int = 1_000, **options: Any) -> Domain:
 
 
 def gymnasium(*, num_train_tasks: int = 10_000, num_eval_tasks: int = 1_000, **options: Any) -> Domain:
-  """A toy-text environment; tasks are seeds. Demonstrations: random actions.
+  """Makes a toy-text environment whose tasks are seeds. Demonstrations: random actions.
 
   Args:
-    num_train_tasks: seeds from 0 on.
-    num_eval_tasks: the seeds above them.
-    **options: fields of `GymnasiumConfig`; without `env_id`, FrozenLake.
+    num_train_tasks: number of training tasks, whose seeds start at 0.
+    num_eval_tasks: number of held-out tasks, whose seeds follow.
+    **options: fields of `GymnasiumConfig`; `env_id` defaults to FrozenLake.
   """
   config = checked(GymnasiumConfig, {"env_id": "FrozenLake-v1", **options})
   demonstrator = Gymnasium(config)
 
   def demonstrate(task_index: int, rng: np.random.Generator) -> Pieces:
-    return _play(demonstrator, task_index, lambda: str(rng.choice(demonstrator.actions)))
+    return play(demonstrator, task_index, lambda: str(rng.choice(demonstrator.actions)) + Tag.END)
 
   return _seeded(lambda: Gymnasium(config), num_train_tasks, num_eval_tasks, demonstrate, demonstrator.close)
 
 
 def textworld(*, num_eval_games: int = 20, other_commands: float = 0.3, **options: Any) -> Domain:
-  """Text adventures; `num_games` of them for training. Demonstrations: the winning commands, and others in between.
+  """Makes text adventures, `num_games` of them for training. Demonstrations: the winning commands mixed with others.
 
   Args:
-    num_eval_games: held-out games, whose seeds lie above the training games'.
-    other_commands: share of a demonstration's commands that are any command possible then.
-    **options: fields of `TextWorldConfig`; without `directory`, `textworld_games` in the working directory.
+    num_eval_games: number of held-out games, whose seeds follow those of the training games.
+    other_commands: share of a demonstration's commands that are drawn from all possible ones.
+    **options: fields of `TextWorldConfig`; `directory` defaults to `textworld_games` in the working directory.
   """
   train = checked(TextWorldConfig, {"directory": "textworld_games", **options})
   held_out = dataclasses.replace(train, seed=train.seed + train.num_games, num_games=num_eval_games)
@@ -112,9 +110,10 @@ def textworld(*, num_eval_games: int = 20, other_commands: float = 0.3, **option
   def demonstrate(task_index: int, rng: np.random.Generator) -> Pieces:
     def choose() -> str:
       winning = demonstrator.walkthrough()
-      return winning[0] if winning and rng.random() >= other_commands else str(rng.choice(demonstrator.commands()))
+      follow = winning and rng.random() >= other_commands
+      return (winning[0] if follow else str(rng.choice(demonstrator.commands()))) + Tag.END
 
-    return _play(demonstrator, task_index, choose)
+    return play(demonstrator, task_index, choose)
 
   return Domain(
     make_env=lambda split: make[split](),
@@ -127,12 +126,12 @@ def textworld(*, num_eval_games: int = 20, other_commands: float = 0.3, **option
 
 
 def textarena(*, num_train_tasks: int = 10_000, num_eval_tasks: int = 1_000, **options: Any) -> Domain:
-  """A single-player game; tasks are seeds. No demonstrations: for a policy that can play already.
+  """Makes a single-player game whose tasks are seeds. No demonstrations, so the policy must be able to play already.
 
   Args:
-    num_train_tasks: seeds from 0 on.
-    num_eval_tasks: the seeds above them.
-    **options: fields of `TextArenaConfig`; without `game`, GuessTheNumber.
+    num_train_tasks: number of training tasks, whose seeds start at 0.
+    num_eval_tasks: number of held-out tasks, whose seeds follow.
+    **options: fields of `TextArenaConfig`; `game` defaults to GuessTheNumber.
   """
   make = textarena_factory(checked(TextArenaConfig, {"game": "GuessTheNumber-v0", **options}))
   return _seeded(make, num_train_tasks, num_eval_tasks, None, lambda: None)
@@ -146,12 +145,12 @@ def coding(
   tool: Mapping[str, Any] | None = None,
   **options: Any,
 ) -> Domain:
-  """HumanEval problems with injected bugs. Demonstrations: read, replace the file by the right one, submit.
+  """Makes HumanEval problems with injected bugs. Demonstrations: read, replace the file by the right one, submit.
 
   Args:
-    num_problems: taken from the front of HumanEval; those without a suitable bug are left out.
+    num_problems: number of problems from the front of HumanEval; those without a suitable bug are left out.
     eval_share: share of the problems that is held out, from the end.
-    seed: decides the bugs.
+    seed: seed of the bugs.
     tool: fields of `PythonToolConfig`.
     **options: fields of `CodingConfig`.
   """
@@ -175,7 +174,7 @@ def coding(
   def demonstrate(task_index: int, rng: np.random.Generator) -> Pieces:
     task = split_tasks["train"][task_index % len(split_tasks["train"])]
     actions = iter(["read solution.py", _replacement(task), "submit"])
-    return _play(demonstrator, task_index, lambda: next(actions))
+    return play(demonstrator, task_index, lambda: next(actions) + Tag.END)
 
   return Domain(
     make_env=make_env,
@@ -193,21 +192,9 @@ def _replacement(task: CodingTask) -> str:
 
 
 def _first_answer(env: ReasoningGym) -> str | None:
-  """Some sets have many right answers and give none: they have no demonstrations."""
+  """Returns the answer to the first task; None for tasks with many right answers, which have no demonstrations."""
   env.reset(0)
   return env.gold_answer
-
-
-def _play(env: TextGame | Coding, task_index: int, choose: Callable[[], str]) -> Pieces:
-  """One episode of an environment in pieces of (text, is action)."""
-  pieces = [(env.reset(task_index), False)]
-  while True:
-    action = choose() + Tag.END
-    step = env.step(action)
-    pieces.append((action, True))
-    if step.done:
-      return pieces
-    pieces.append((step.observation, False))
 
 
 def _seeded(
@@ -217,7 +204,7 @@ def _seeded(
   demonstrate: Callable[[int, np.random.Generator], Pieces] | None,
   close: Callable[[], None],
 ) -> Domain:
-  """A domain over environments whose tasks are seeds."""
+  """Makes a domain over environments whose tasks are seeds."""
   return Domain(
     make_env=lambda split: make() if split == "train" else _From(make(), num_train_tasks),
     tokenizer=MathTokenizer(),

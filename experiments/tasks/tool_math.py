@@ -1,4 +1,4 @@
-"""The main job's task: reasoning-gym problems, a Python tool, several turns."""
+"""The default task: reasoning-gym problems with a Python tool over several turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_domain(
   strategies: Mapping[str, float] | None = None,
   **options: Any,
 ) -> Domain:
-  """Builds the domain.
+  """Makes the domain.
 
   Args:
     tool: fields of `PythonToolConfig`.
@@ -32,7 +32,7 @@ def make_domain(
     **options: the other fields of `ToolMathConfig`.
 
   Raises:
-    ValueError: an unknown field, or a value that its config refuses.
+    ValueError: a field is unknown, or its config rejects the value.
   """
   config = checked(
     ToolMathConfig,

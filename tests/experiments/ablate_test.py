@@ -1,4 +1,4 @@
-"""The comparisons: arms that differ in what they say, statistics from their definitions, a suite run for real."""
+"""The comparisons: arms differ as described, statistics follow their definitions, and a suite runs for real."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_names_of_a_suite_differ():
 
 
 def test_what_is_run_once_for_several_suites_is_the_same():
-  """Runs lie in folders named after the arm's slug, tuned rates after its family's."""
+  """Runs are in folders named after the arm's slug; tuned rates are named after the arm's family."""
   by_slug = {}
   families = {}
   for _, arm in ALL:
@@ -167,7 +167,7 @@ def test_last_mean_leaves_nan_out(rows):
 
 @pytest.mark.parametrize("tuning", [True, False])
 def test_a_run_that_a_signal_ended_is_no_result(tmp_path, monkeypatch, tuning):
-  """Its process ends with code 0, as one that is done: without its last file no learning rate is chosen by it."""
+  """A tuning process exits with code 0 but without its last file: no learning rate may be chosen from it."""
   runner = ablate.Runner(
     "granularity", base="tests.experiments.tiny_base:make_config", workdir=tmp_path, quick=True, jobs=1
   )
@@ -194,17 +194,17 @@ def test_learning_rates_are_handed_over_as_they_are(tmp_path):
 
 
 def test_a_tuned_workdir_keeps_its_rates_without_the_flag(tmp_path, capsys):
-  """Otherwise the same suite without --tune would run everything anew at the base's rate, over the tuned results."""
+  """Otherwise the same suite without --tune would run everything again at the base's rate and overwrite the results."""
   base = "tests.experiments.tiny_base:make_config"
   (tmp_path / "tuned.json").write_text('{"sao": 0.125}')
   runner = ablate.Runner("granularity", base=base, workdir=tmp_path, quick=True, jobs=1)
   assert runner.folder(suites.SAO, 0) == tmp_path / "runs" / "sao_lr0.125" / "seed0"
   other = next(arm for arm in SUITES["granularity"].arms if arm != suites.SAO)
   assert runner.learning_rate(other) == tiny_base.make_config().learner.policy_optimizer.learning_rate
-  runner.say_rates()
+  runner.print_rates()
   said = capsys.readouterr().out
   assert f"those of {tmp_path / 'tuned.json'}; that of the base for {other.name}" in said and "for SAO" not in said
-  ablate.Runner("granularity", base=base, workdir=tmp_path / "untuned", quick=True, jobs=1).say_rates()
+  ablate.Runner("granularity", base=base, workdir=tmp_path / "untuned", quick=True, jobs=1).print_rates()
   assert not capsys.readouterr().out
 
 
@@ -243,7 +243,7 @@ def test_jobs_are_the_cores_this_process_may_use(monkeypatch):
 
 @pytest.mark.timeout(600)
 def test_a_suite_from_start_to_table(tmp_path):
-  """The command as a user gives it, twice: the second time nothing is run again."""
+  """Runs the command twice; the second time nothing is run again."""
   command = [
     sys.executable, "-m", "experiments.ablate", "--suite=granularity", "--seeds=1", "--quick", f"--workdir={tmp_path}",
     "--base=tests.experiments.tiny_base:make_config",
@@ -268,7 +268,7 @@ def test_a_suite_from_start_to_table(tmp_path):
   second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
   assert second.returncode == 0 and "done " not in second.stdout
   (tmp_path / "granularity" / "granularity.png").unlink()
-  assert report.remake(tmp_path) == ["granularity"]
+  assert report.rebuild(tmp_path) == ["granularity"]
   assert (tmp_path / "granularity" / "granularity.md").read_text() == made
   other = [*command, "--base=experiments.presets.ablation_cpu:make_config"]
   refused = subprocess.run(other, capture_output=True, text=True, check=False, timeout=400)
@@ -286,7 +286,7 @@ def test_smoothing_keeps_length_and_means(size):
 
 
 def test_tables_of_results_md_are_those_of_the_committed_files():
-  """Every number in a table of RESULTS.md comes out of a committed CSV file again."""
+  """Every number in a table of RESULTS.md can be rebuilt from a committed CSV file."""
   root = pathlib.Path(__file__).parents[2]
   text = (root / "RESULTS.md").read_text(encoding="utf-8")
   assert report.fill(text, root / "experiments" / "results") == text
@@ -307,7 +307,7 @@ def test_documents_are_filled(tmp_path, rows):
   with pytest.raises(ValueError, match=r"a table must be that of one of main.*received 'nope'"):
     report.fill("<!-- nope -->\n<!-- end -->", tmp_path)
   with pytest.raises(ValueError, match=r"must hold SUITE/SUITE\.csv"):
-    report.remake(tmp_path / "granularity")
+    report.rebuild(tmp_path / "granularity")
 
 
 def test_what_tuning_found_is_kept(tmp_path):
@@ -317,7 +317,7 @@ def test_what_tuning_found_is_kept(tmp_path):
     rows = [{"step": i + 1, "success_rate": x} for i, x in enumerate(rates)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text("{}")
-  (tmp_path / "tuning" / "other" / "0.001").mkdir(parents=True)  # has not ended
+  (tmp_path / "tuning" / "other" / "0.001").mkdir(parents=True)  # has not finished
   outcomes = tuning.collect(ARMS, tmp_path / "tuning")
   assert outcomes == {"SAO": {0.0005: pytest.approx(0.45), 0.002: pytest.approx(0.05)}, "other": {}}
   tuning.write_csv(tmp_path / "x.csv", outcomes)

@@ -1,4 +1,4 @@
-"""The benchmark of asynchrony runs, at a tiny size, and prints the keys that others read."""
+"""The benchmark of asynchrony runs at a tiny size and prints the documented keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_run(monkeypatch):
   make_config = async_speedup.make_config
 
   def shallow(schedule: str, **sizes: Any) -> Any:
-    """A layer instead of two: what takes the time here is compiling."""
+    """One layer instead of two: compilation takes most of the time here."""
     config = make_config(schedule, **sizes)
     return dataclasses.replace(config, policy=dataclasses.replace(config.policy, num_layers=1))
 
@@ -38,7 +38,7 @@ def test_run(monkeypatch):
 
 def test_tool_is_that_of_the_task(monkeypatch):
   """Same task, same turns and latencies, whichever environment runs it; the span holds the tool's time."""
-  slept_s: list[float] = []  # a clock that only sleeping moves: a real one also counts what a busy machine does
+  slept_s: list[float] = []  # a clock that only sleeping moves, since a real one also counts the load of the machine
   clock = types.SimpleNamespace(perf_counter=lambda: sum(slept_s), sleep=slept_s.append)
   monkeypatch.setattr(async_speedup, "time", clock)
   spans: list[dict[int, Span]] = [{}, {}]

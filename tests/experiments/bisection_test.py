@@ -10,7 +10,7 @@ from experiments.tasks import bisection
 
 
 def play(env, index, choose):
-  """One episode; returns (reward, actions, text)."""
+  """Plays one episode; returns (reward, actions, text)."""
   text = prompt = env.reset(index)
   turns = 0
   while True:

@@ -1,4 +1,4 @@
-"""The audit finds every kind of loss; one real kill of a real run, resumed."""
+"""The audit finds every kind of loss, and one real run is killed and resumed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_every_kind_of_kill_is_planned():
 
 def test_a_run_killed_in_a_checkpoint_write_ends_as_if_it_had_not_been(tmp_path):
   inside: collections.Counter[str] = collections.Counter()
-  assert chaos.torment("lagged", ["checkpoint"], 4, tmp_path, random.Random(0), inside) == []
+  assert chaos.kill_and_audit("lagged", ["checkpoint"], 4, tmp_path, random.Random(0), inside) == []
   assert inside["publication"] == 0 and set(inside) == set(chaos_run.WINDOWS)
 
 

@@ -15,7 +15,7 @@ TEMPLATE = (
 
 
 def write_tokenizer(directory: pathlib.Path) -> None:
-  """Writes `tokenizer.json` and `tokenizer_config.json`; 261 tokens."""
+  """Writes `tokenizer.json` and `tokenizer_config.json` with 261 tokens."""
   alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
   backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
   backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

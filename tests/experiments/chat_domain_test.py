@@ -55,7 +55,7 @@ def test_tool_call_goes_through_python(checkpoint):
   ids = domain.tokenizer.encode(step.observation)
   assert not step.done
   assert domain.tokenizer.decode(ids) == "<tool>42 <end>\n<end><assistant>"
-  assert ids.count(domain.tokenizer.stop_ids[0]) == 1  # what the tool printed is text
+  assert ids.count(domain.tokenizer.stop_ids[0]) == 1  # the tool's output is text
   env.close()
   domain.close()
 
@@ -105,9 +105,9 @@ def test_math(checkpoint, tmp_path):
   ("rows", "message"),
   [
     ([], "holds no problem"),
-    (['{"problem": "x", "answer": "1"}', "{"], "line 2: a JSON object with 'problem' and 'answer' is wanted"),
-    (['{"problem": "x"}'], "line 1: a JSON object"),
-    (["[1]"], "line 1: a JSON object"),
+    (['{"problem": "x", "answer": "1"}', "{"], "line 2 must be a JSON object with 'problem' and 'answer'"),
+    (['{"problem": "x"}'], "line 1 must be a JSON object"),
+    (["[1]"], "line 1 must be a JSON object"),
     (['{"problem": 1, "answer": true}'], "received 1 and True"),
     (['{"problem": "x", "answer": 1}', '{"problem": "y", "answer": NaN}'], "line 2: .* a finite number.* and nan"),
     (['{"problem": "x", "answer": 1e999}'], "line 1: .* a finite number.* and inf"),
@@ -145,7 +145,7 @@ def test_answers_that_cannot_be_graded_are_named(checkpoint, tmp_path, monkeypat
 
 
 def test_problem_files_as_others_write_them(tmp_path):
-  """A byte order mark, \\r\\n, empty lines, and what str.splitlines takes for the end of a line inside a string."""
+  """A byte order mark, \\r\\n, empty lines, and characters in a string at which str.splitlines would split."""
   path = tmp_path / "x.jsonl"
   text = '{"problem": "a\u2028b\x85c", "answer": 1}\r\n\r\n{"problem": "d", "answer": "\\u00bd"}\n\n'
   path.write_bytes(text.encode("utf-8-sig"))
@@ -160,7 +160,7 @@ def test_problems_that_are_there_twice_are_told(tmp_path, monkeypatch):
   path = write(tmp_path / "x.jsonl", *rows)
   assert len(problem_file.read(path, "problem", "answer")) == 5
   assert told == [
-    f"{path}: 2 of 5 problems are there before (line 4 is the problem of line 2, for one); each line counts."
+    f"{path}: 2 of 5 problems are duplicates (line 4 repeats line 2, for example). Each line counts."
   ]
   problem_file.read(write(tmp_path / "y.jsonl", *rows[:3]), "problem", "answer")
   assert len(told) == 1
@@ -173,7 +173,7 @@ def test_bad_options(checkpoint):
     chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", answer="guess")
   with pytest.raises(ValueError, match="unknown options of ReasoningGymConfig: tasks"):
     chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", tasks=1)
-  # Before any episode begins.
+  # Before any episode starts.
   with pytest.raises(ValueError, match=r"task must be one of .*; received 'nope'"):
     chat.reasoning_gym(checkpoint=checkpoint, task="nope")
   with pytest.raises(ValueError, match="settings do not fit task 'chain_sum'"):

@@ -1,4 +1,4 @@
-"""The benchmark of saving, at a size that takes seconds."""
+"""The checkpointing benchmark at a size that takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator against closed forms for constant episodes, and its invariants for random ones."""
+"""The simulator agrees with closed forms for constant episodes and keeps its invariants for random ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECODE_S, TOOL_S, TRAIN_S, TRANSFER_S = 8.0, 2.0, 4.0, 1.0
 
 @dataclasses.dataclass
 class Constant:
-  """Episodes of 8 s decoding and 2 s waiting."""
+  """Makes episodes with 8 s of decoding and 2 s of waiting."""
 
   def draw(self, rng: np.random.Generator) -> workload.Episode:
     return workload.Episode(tokens=80, turns=4, waits_s=(TOOL_S,))
@@ -196,7 +196,7 @@ def test_distributions_whose_sums_overflow_are_refused(median, sigma):
 
 @pytest.mark.parametrize(("capacity", "older"), [(8, 2), (16, 3), (64, 9)])
 def test_full_queue_stops_new_episodes_and_takes_in_those_that_run(capacity, older):
-  """A trainer that cannot keep up: what it uses has waited for room, not for all that admission allows."""
+  """With a trainer that cannot keep up, trajectories wait for room in the queue, not for all that admission allows."""
   result = run(make(train_s=100.0, num_engines=1, slots=8, max_staleness=64, capacity=capacity), num_steps=40)
   # One short of full, all eight slots start an episode: `capacity + 7` wait then, and eight of them are taken per step.
   assert result.staleness == {older - 1: 40, older: 7 * 40}

@@ -1,4 +1,4 @@
-"""What of a command's failures is told in one line, and that bugs keep their tracebacks."""
+"""Errors about a command's input end it with one line, and bugs keep their tracebacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def line_of(tmp_path: pathlib.Path) -> Callable[..., str | None]:
-  """What is told of the exception that a source raises in a module of a package."""
+  """Returns the message for the exception that a source raises in a module of a package."""
 
   def line_of(source: str, package: str | None = "sao_jax.room") -> str | None:
     path = tmp_path / f"module{len(list(tmp_path.iterdir()))}.py"

@@ -1,4 +1,4 @@
-"""The compile report: what it reads from HLO, how it extrapolates, and one run as a command."""
+"""The compile report: figures from HLO, extrapolation, and one run as a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`experiments.evaluate` on a checkpoint: published files, samples, resumption, what is refused."""
+"""`experiments.evaluate` on a checkpoint: published files, samples, resumption, and rejected input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(path, rows):
 
 
 def with_mark(path):
-  """The same file with a byte order mark and an empty line before all others."""
+  """Writes the same file with a byte order mark and an empty line at the beginning."""
   text = pathlib.Path(path).read_text(encoding="utf-8")
   pathlib.Path(path).write_text("\n" + text, encoding="utf-8-sig")
   return path
@@ -81,7 +81,7 @@ def test_what_is_no_benchmark_is_refused(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_samples_are_written_and_a_stopped_evaluation_goes_on(tokenizer_directory, tmp_path):  # noqa: F811
-  """A model that says nothing sensible: what counts is that all is run, written, counted and repeatable."""
+  """The model is random; the test checks that all episodes run, are written, are counted and can be repeated."""
   pytest.importorskip("math_verify")
   directory = tmp_path / "model"
   config = tiny.dense(vocab_size=261)
@@ -97,13 +97,13 @@ def test_samples_are_written_and_a_stopped_evaluation_goes_on(tokenizer_director
   result = evaluate.evaluate_benchmark(options)
   samples = trajectory_io.read(tmp_path / "out" / "samples.jsonl")
   assert sorted(x.episode_id for x in samples) == list(range(6))
-  assert sorted(x.task_index for x in samples) == [2, 2, 2, 3, 3, 3]  # behind the two training tasks
+  assert sorted(x.task_index for x in samples) == [2, 2, 2, 3, 3, 3]  # after the two training tasks
   assert (result.num_runs, result.num_problems, result.failed, len(result.by_run)) == (3, 2, 0, 3)
   assert result.mean == sum(x.success for x in samples) / 6
   assert all(x.num_actions <= 2 * 8 for x in samples)
   row = json.loads((tmp_path / "out" / "result.json").read_bytes())
   assert row["mean"] == result.mean and row["benchmark"] == "AIME2025"
-  # Killed while the third sample was written: the others come out as they were.
+  # Killed while the third sample was written: the others are the same as before.
   path = tmp_path / "out" / "samples.jsonl"
   lines = path.read_text().splitlines(keepends=True)
   path.write_text("".join(lines[:2]) + lines[2][:40])
@@ -121,7 +121,7 @@ def test_samples_are_written_and_a_stopped_evaluation_goes_on(tokenizer_director
   options.top_p, options.max_turns = 1.0, 3
   with pytest.raises(ValueError, match="max_turns"):
     evaluate.evaluate_benchmark(options)
-  # No episode has room for its prompt: that is no measurement, and leaves nothing that stands in the way of the next.
+  # No episode has room for its prompt: nothing is measured, and no file is left that hinders the next evaluation.
   options.out, options.max_len = str(tmp_path / "short"), 20
   with pytest.raises(RuntimeError, match=r"all 6 episodes failed, so nothing was measured: prompt_too_long \(6\)"):
     evaluate.evaluate_benchmark(options)

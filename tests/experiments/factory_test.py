@@ -1,4 +1,4 @@
-"""What `config.env.factory` names, or fails to name."""
+"""Factories in `config.env.factory`, existing and missing ones."""
 
 from __future__ import annotations
 

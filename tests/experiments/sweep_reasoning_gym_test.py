@@ -1,4 +1,4 @@
-"""The sweep over task sets: a sample of every kind and all sets that needed a mend, and faults that it must see."""
+"""The sweep over reasoning-gym: a sample of every kind, all corrected tasks, and faults that it must detect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLE = (
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-  """In a process of its own, because an audit hook stays for the life of a process."""
+  """Runs in a separate process, because an audit hook stays for the life of a process."""
   command = [sys.executable, "-c", code, *arguments]
   return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
 

@@ -1,4 +1,4 @@
-"""The same index gives the same task in processes of different hash seeds; the sweep sees where it does not."""
+"""The same index gives the same task in processes with different hash seeds, and the sweep detects differences."""
 
 from __future__ import annotations
 

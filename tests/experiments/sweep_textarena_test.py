@@ -1,4 +1,4 @@
-"""The sweep over TextArena's games: a sample of them, the games that are refused, and faults that it must see."""
+"""The sweep over TextArena: a sample of games, games that cannot be made, and faults that it must detect."""
 
 from __future__ import annotations
 
