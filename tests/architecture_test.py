@@ -50,10 +50,9 @@ STATEFUL_CLASSES = {"Condition", "Event", "Lock", "Pool", "Popen", "Process", "Q
 DECLARATIONS = {"defjvp", "defvjp"}
 MUTABLE_VALUES = (ast.List, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.DictComp)
 READ_ONLY_ANNOTATIONS = ("Mapping", "Sequence", "Set", "TypeAlias")
-# `tests/PACKAGE/FILE_test.py` tests `sao_jax/PACKAGE/FILE.py` (or `_FILE.py`). These test no single module.
+# `tests/PACKAGE/FILE_test.py` tests `sao_jax/PACKAGE/FILE.py` (or `_FILE.py`); files directly in `tests/` test the
+# project as a whole. These test no single module:
 TESTS_WITHOUT_MODULE = {
-  "architecture_test.py": "the source of the whole library",
-  "colab_test.py": "the notebooks in colab/",
   "envs/sandbox/hostile_test.py": "the whole sandbox against hostile programs",
   "experiments/": "programs that use the library",
   "models/gmm_test.py": "the TPU's path through moe, interpreted",
@@ -259,7 +258,7 @@ def test_every_package_exists_and_has_tests():
 
 
 def test_test_files_mirror_modules():
-  tests = {path.relative_to(ROOT / "tests").as_posix(): path for path in (ROOT / "tests").rglob("*_test.py")}
+  tests = {path.relative_to(ROOT / "tests").as_posix(): path for path in (ROOT / "tests").glob("*/**/*_test.py")}
   excepted = {test for test in tests if test.startswith(tuple(TESTS_WITHOUT_MODULE))}
   mirrored = set()
   for test, path in tests.items():
