@@ -49,6 +49,19 @@ STATEFUL_CLASSES = {"Condition", "Event", "Lock", "Pool", "Popen", "Process", "Q
 DECLARATIONS = {"defjvp", "defvjp"}
 MUTABLE_VALUES = (ast.List, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.DictComp)
 READ_ONLY_ANNOTATIONS = ("Mapping", "Sequence", "Set", "TypeAlias")
+# `tests/PACKAGE/FILE_test.py` tests `sao_jax/PACKAGE/FILE.py` (or `_FILE.py`); files directly in `tests/` test the
+# project as a whole. These test no single module:
+TESTS_WITHOUT_MODULE = {
+  "envs/sandbox/hostile_test.py": "the whole sandbox against hostile programs",
+  "experiments/": "programs that use the library",
+  "models/gmm_test.py": "the TPU's path through moe, interpreted",
+  "parallel/layers_test.py": "layers of models under shard_map, in a process with 8 devices",
+  "parallel/loop_mesh_test.py": "the whole loop on meshes and in two processes",
+  "rollout/engine/invariants_test.py": "the engine with any environment and with real models",
+  "training/cluster_loop_test.py": "the whole loop with engines in Ray workers",
+  "training/disk_test.py": "the whole loop on a full disk and in a read-only workdir",
+  "training/interrupts_test.py": "signals, each in a process of its own",
+}
 
 
 def parse(path: pathlib.Path) -> ast.Module:
@@ -241,6 +254,21 @@ def test_every_package_exists_and_has_tests():
     assert any(test[: len(parts)] == parts for test in tests), f"tests/{'/'.join(parts)} holds no test"
   listed = {path.stem for path in (ROOT / "sao_jax").iterdir() if path.suffix == ".py" or path in packages}
   assert set(PACKAGES) == listed, "the table of CONTRIBUTING.md and the packages differ"
+
+
+def test_test_files_mirror_modules():
+  tests = {path.relative_to(ROOT / "tests").as_posix(): path for path in (ROOT / "tests").glob("*/**/*_test.py")}
+  excepted = {test for test in tests if test.startswith(tuple(TESTS_WITHOUT_MODULE))}
+  mirrored = set()
+  for test, path in tests.items():
+    module, name = (ROOT / "sao_jax" / test).parent, path.stem.removesuffix("_test") + ".py"
+    if (module / name).exists() or (module / f"_{name}").exists():
+      mirrored.add(test)
+  report([f"tests/{test}: no module of this name; rename it or add it to TESTS_WITHOUT_MODULE"
+          for test in sorted(tests.keys() - excepted - mirrored)])  # fmt: skip
+  report([f"tests/{test} has a module: remove it from TESTS_WITHOUT_MODULE" for test in sorted(excepted & mirrored)])
+  unused = [name for name in TESTS_WITHOUT_MODULE if not any(test.startswith(name) for test in excepted)]
+  report([f"tests/{name} does not exist: remove it from TESTS_WITHOUT_MODULE" for name in unused])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,10 +14,15 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # The same for all of a process: Ray keeps what it has once read, and a cluster of the other mode kills its actors.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-  # What one test, worker or child process has compiled, the others read back.
+  # pytest's first process makes it; workers and child processes inherit the variable and share what any has compiled.
   os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="sao_jax-compiled-")
-  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+from tests.child_environment import FAST_COMPILE
+
+if not any(flag in os.environ.get("XLA_FLAGS", "") for flag in FAST_COMPILE):
+  os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FAST_COMPILE)).strip()
 
 import hypothesis
 import pytest
@@ -25,8 +31,23 @@ from tests import shape_checks
 
 shape_checks.install()
 
+ROOT = pathlib.Path(__file__).resolve().parent
+
 hypothesis.settings.register_profile("suite", deadline=None, max_examples=25, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("suite")
+
+
+# The files that take longest on two quiet cores, in this order. They start first: one that started last would keep one
+# core busy while the other has nothing left to do.
+LONGEST_FILES = (
+  "parallel/loop_mesh_test.py", "training/loop_test.py", "training/signals_test.py", "training/health_test.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Puts the longest files first; the others keep their order."""
+  ranks = {ROOT / name: rank for rank, name in enumerate(LONGEST_FILES)}
+  items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 @pytest.fixture(autouse=True)

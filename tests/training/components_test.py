@@ -12,7 +12,6 @@ from experiments.support import chaos_run
 from experiments.tasks import digits
 from sao_jax import models
 from sao_jax.training.components import Components
-from sao_jax.training.multi_process import check_processes
 
 
 @pytest.fixture
@@ -51,10 +50,3 @@ def test_another_architecture_is_refused(saved):
     pytest.raises(ValueError, match=r"policy must be that of policy_checkpoint, .*rope_theta=10000.0"),
   ):
     parts.init_policy()
-
-
-def test_what_several_processes_cannot_do():
-  config = chaos_run.make_config("lagged", num_steps=1)
-  with pytest.raises(ValueError, match="schedule must be async or sync with 2 processes; received 'lagged'"):
-    check_processes(config, 2)
-  check_processes(config, 1)

@@ -23,7 +23,6 @@ from sao_jax.training.components import Components
 from sao_jax.training.config import CheckpointConfig, WarmStartConfig
 from sao_jax.training.health import HealthCheck, RunStoppedError
 from tests.bare_run import BusyEnv, bare, busy_domain
-from tests.io.trajectories_test import assert_same, make
 from tests.learner import tiny
 from tests.learner.update_test import make_config
 from tests.training.loop_test import final_params, without_times
@@ -187,21 +186,6 @@ def test_a_critic_that_diverges_is_reported_once_and_again_after_it_recovered(ca
 def test_without_a_critic_or_without_rewards_there_is_nothing_to_judge() -> None:
   assert all(math.isnan(x) for x in feed(guard_of(), [math.nan] * 20))
   assert all(math.isnan(x) for x in feed(guard_of(), [0.1] * 20, square=0.0))
-
-
-def test_the_newest_bad_batches_stay(tmp_path: pathlib.Path) -> None:
-  for step in range(1, bad_batches.KEPT + 4):
-    bad_batches.write(tmp_path, step, [make(episode_id=step)], {"nonfinite": ["logp"]})
-  assert bad_batches.steps(tmp_path) == list(range(4, bad_batches.KEPT + 4))
-  assert len(list((tmp_path / "bad_batches").iterdir())) == 2 * bad_batches.KEPT
-  report, (trajectory,) = bad_batches.read(tmp_path, 5)
-  assert report == {"step": 5, "nonfinite": ["logp"]}
-  assert_same(trajectory, make(episode_id=5))
-  (tmp_path / "bad_batches/5.safetensors").write_bytes(b"x" * 100)
-  with pytest.raises(ValueError, match=r"5\.safetensors"):
-    bad_batches.read(tmp_path, 5)
-  with pytest.raises(FileNotFoundError):
-    bad_batches.read(tmp_path, 1)
 
 
 def test_one_process_of_several_keeps_the_batches(tmp_path: pathlib.Path, monkeypatch: Any) -> None:

@@ -2,66 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
 import signal
-import subprocess
-import sys
 
-import psutil
-import pytest
+from tests.stuck_program import send
 
-from tests.waiting import LONG_S, until
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-# No signal interrupts this call: like a compiler it runs without Python for minutes.
-STUCK = """
-import hashlib, os, signal, sys, threading, time
-def stuck(rounds=2**31 - 1):
-  print("stuck", flush=True)
-  hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
-def fails():
-  raise OSError("disk full")
-"""
 INTERRUPTS = """
 from sao_jax.training import signals
 signals._ABORT_AFTER_S = 0.5
 """
-# Without the package, whose import takes seconds.
-EXITS = f"""
-import importlib.util
-spec = importlib.util.spec_from_file_location("exits", {str(ROOT / "sao_jax" / "utils" / "process_exit.py")!r})
-exits = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(exits)
-exits._PATIENCE_S = 0.2
-"""
-
-
-def send(program: str, *numbers: signal.Signals, computes: bool = True) -> tuple[int, str, str]:
-  """Runs `program` until it is stuck, sends signals, waits for its end; returns exit code and what it printed.
-
-  Args:
-    program: prints "stuck" right before the call that does not return.
-    numbers: the signals.
-    computes: that call takes processor time: a signal is sent once it has taken some, which tells that it is in it (and
-      has received the signal before, with which this one would else be merged).
-  """
-  command = [sys.executable, "-c", STUCK + program]
-  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
-    try:
-      assert process.stdout is not None
-      assert process.stdout.readline() == b"stuck\n"
-      for number in numbers:
-        before = used_s(process)
-        until(lambda before=before: not computes or used_s(process) > before + 0.1)
-        process.send_signal(number)
-      out, err = process.communicate(timeout=LONG_S)
-    finally:
-      process.kill()
-    return process.returncode, out.decode(), err.decode()
-
-
-def used_s(process: subprocess.Popen[bytes]) -> float:
-  return psutil.Process(process.pid).cpu_times().user
 
 
 def test_what_can_be_aborted_is_saved_and_aborted() -> None:
@@ -158,38 +106,3 @@ os.kill(children[1], signal.SIGKILL)
 """
   code, out, _ = send(INTERRUPTS + program)
   assert code == 0 and out.split() == ["started", "started", "15", "False", "over"]
-
-
-@pytest.mark.parametrize(
-  ("end", "code", "told"),
-  [
-    ("", 0, "begun"),
-    ("sys.exit(3)", 3, "begun"),
-    ("sys.exit('no disk')", 1, "no disk"),
-    ("raise ValueError('wrong')", 1, "ValueError: wrong"),
-  ],
-)
-@pytest.mark.parametrize("daemon", [False, True])
-def test_threads_that_are_left_do_not_keep_the_process(end: str, code: int, told: str, daemon: bool) -> None:
-  """One that an environment began, or one of ours that hangs (compiling: the interpreter's end would abort)."""
-  program = f"""
-with exits.exit_after_main():
-  name = "sao_jax-env" if {daemon} else "begun"
-  threading.Thread(target=time.sleep, args=(600,), name=name, daemon={daemon}).start()
-  print("stuck", flush=True)
-  print("out")
-  {end}
-"""
-  found, out, err = send(EXITS + program)
-  assert found == code and "out" in out and told.replace("begun", "Exiting while threads are still running") in err
-
-
-def test_a_process_without_such_threads_ends_as_usual() -> None:
-  program = """
-import atexit
-atexit.register(print, "as usual")
-with exits.exit_after_main():
-  print("stuck", flush=True)
-  sys.exit(4)
-"""
-  assert send(EXITS + program)[:2] == (4, "as usual\n")

@@ -45,7 +45,7 @@ def tiny_config(**changes: Any) -> RunConfig:
       model_type="qwen3_moe",
       vocab_size=len(VOCABULARY),
       hidden_size=16,
-      num_layers=2,
+      num_layers=1,
       num_heads=2,
       num_kv_heads=1,
       head_dim=8,
