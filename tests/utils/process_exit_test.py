@@ -15,7 +15,7 @@ import importlib.util
 spec = importlib.util.spec_from_file_location("exits", {str(ROOT / "sao_jax" / "utils" / "process_exit.py")!r})
 exits = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(exits)
-exits._PATIENCE_S = 0.2
+exits._TIMEOUT_S = 0.2
 """
 
 
