@@ -25,7 +25,7 @@ from sao_jax.rollout.server.config import ServerConfig
 from sao_jax.tokenizers import HFTokenizer
 from sao_jax.types import Params
 from sao_jax.utils import process_exit, untrusted_files
-from sao_jax.utils.extras import MissingExtraError, needed
+from sao_jax.utils.extras import MissingExtraError, require_extra
 
 if TYPE_CHECKING:
   from sao_jax.rollout.server.server import CompletionServer
@@ -130,7 +130,7 @@ def _run(arguments: argparse.Namespace) -> None:
     raise ValueError(f"--stop_ids must be ids below {config.vocab_size}, comma-separated; received {received}.")
   has_tokenizer = (arguments.checkpoint / "tokenizer.json").exists()
   tokenizer = HFTokenizer.load(arguments.checkpoint) if has_tokenizer else None  # needs the extra `hf`
-  with needed("serve"):
+  with require_extra("serve"):
     from sao_jax.rollout.server.server import CompletionServer
   with Completions(
     model=models.cached_policy(config),

@@ -29,7 +29,7 @@ from experiments.support import command
 from experiments.tasks.factory import import_named
 from sao_jax.envs.base import Tag
 from sao_jax.types import Domain, Split
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 HASH_SEEDS = ("1", "2")
 _STANDARD = "experiments.tasks.standard"
@@ -68,7 +68,7 @@ def reasoning_gym_cases(levels: Sequence[int | None]) -> list[Case]:
 
 def textarena_cases() -> list[Case]:
   """All games; those of several players, or that cannot start here, refuse in both processes alike."""
-  with needed("envs"):
+  with require_extra("envs"):
     import textarena
 
   found = {re.sub("-(raw|train)$", "", name) for name in textarena.envs.registration.ENV_REGISTRY}

@@ -28,7 +28,7 @@ from absl import flags
 from experiments.support import command, sweeps
 from experiments.support.textarena_players import GAMES, Game
 from sao_jax.envs.adapters.textarena import TextArena, TextArenaConfig
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 TURNS = 300
 _LIMIT_S = 300.0
@@ -120,7 +120,7 @@ def _moves(env: Any, players: Game, name: str, rng: random.Random) -> Iterator[s
 
 def all_games() -> list[str]:
   """Names of all games of the package, without those of its wrappers."""
-  with needed("envs"):
+  with require_extra("envs"):
     from textarena.envs.registration import ENV_REGISTRY
 
   return sorted(name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw"))

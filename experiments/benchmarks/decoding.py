@@ -19,7 +19,7 @@ from sao_jax.rollout import Sampler, SamplerSpec
 from sao_jax.rollout.engine.config import bucket
 from sao_jax.rollout.engine.sampler import PrefillRow, RowState
 from sao_jax.types import Params
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 MODEL = ModelConfig(
   vocab_size=1024,
@@ -57,7 +57,7 @@ def tunix_model() -> Any:
   """
   from flax import nnx
 
-  with needed("bench"), quiet():
+  with require_extra("bench"), quiet():
     from tunix.models.qwen3 import model as tunix_qwen3
 
   config = tunix_qwen3.ModelConfig(

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sao_jax.ops import _recurrences, advantages
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 SHAPES = ((8, 1_024), (8, 16_384), (4, 131_072))
 Rows = tuple[jax.Array, ...]
@@ -79,7 +79,7 @@ def one_scan(scan: Callable[[_recurrences.GaeInputs], jax.Array]) -> Callable[..
 def tunix_gae() -> Callable[..., jax.Array] | None:
   """Tunix's function on the same rows, unmasked, or None where it is not installed."""
   try:
-    with needed("bench"):
+    with require_extra("bench"):
       from tunix.rl import algo_core
   except ImportError as error:
     print(f"google-tunix is not compared: {error}")

@@ -49,7 +49,7 @@ from sao_jax.learner import LearnerConfig, learner_config, pack
 from sao_jax.learner.update import PolicyOutputs, policy_gradient
 from sao_jax.models import ModelConfig, init_policy, policy_apply
 from sao_jax.types import TokenBatch, Trajectory
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 ROWS, LENGTH = 8, 288
 
@@ -112,7 +112,7 @@ def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
   try:
     from flax import nnx
 
-    with needed("bench"), decoding.quiet():
+    with require_extra("bench"), decoding.quiet():
       from tunix.rl import common
 
     graph, weights = nnx.split(decoding.tunix_model())

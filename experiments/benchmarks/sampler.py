@@ -29,7 +29,7 @@ from absl import flags
 from experiments.benchmarks import decoding
 from experiments.support import command
 from sao_jax.models import init_policy
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 
 class _NumberTokenizer:
@@ -54,7 +54,7 @@ class _NumberTokenizer:
 def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
   """`f(seed)` -> number of tokens that Tunix's sampler returned; None where Tunix is not installed."""
   try:
-    with needed("bench"), decoding.quiet():
+    with require_extra("bench"), decoding.quiet():
       from tunix.generate import sampler as tunix_sampler
 
     model = decoding.tunix_model()

@@ -10,7 +10,7 @@ from typing import Any
 
 from sao_jax.tokenizers import _tokenizer_trial, added_tokens, quoting
 from sao_jax.utils import limited_process, untrusted_files
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _MOST_BYTES = 1 << 28
 _NO_ID = 1 << 32
@@ -111,7 +111,7 @@ class HFTokenizer:
 
 def _open(serialized: str, added: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
   """The tokenizer, and another one that finds no control tokens in a text: that is a switch of the whole object."""
-  with needed("hf"):
+  with require_extra("hf"):
     import tokenizers  # noqa: F401 (the trial's process imports it, whose error nobody would see)
 
   _try_out(serialized, added)

@@ -35,7 +35,7 @@ from sao_jax.training.evaluation import BothSplits
 from sao_jax.training.multi_process import MultiProcessRollouts, MultiProcessSchedule, check_processes
 from sao_jax.training.placement import Placement
 from sao_jax.types import Domain, Params, PolicyApply, Trajectory, ValueApply
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 
 class Components:
@@ -225,7 +225,7 @@ def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement) ->
 
 
 def _remote_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
-  with needed("serve"):
+  with require_extra("serve"):
     from sao_jax.rollout.remote.engine import RemoteEngine
 
   return RemoteEngine(

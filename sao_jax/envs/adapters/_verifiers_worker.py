@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 
 def start() -> Callable[[Any], Any]:
   """Loads the package; the function answers a request by `[reward, metrics]`."""
-  with needed("envs"):
+  with require_extra("envs"):
     import verifiers.v1  # noqa: F401 (before the memory is limited)
 
   return answer

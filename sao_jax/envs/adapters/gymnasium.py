@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _MOVES = ("left", "down", "right", "up")
 _ACTIONS: Mapping[str, Sequence[str]] = {
@@ -60,7 +60,7 @@ class Gymnasium(TextGame):
   """
 
   def __init__(self, config: GymnasiumConfig):
-    with needed("envs"):
+    with require_extra("envs"):
       import gymnasium
 
     super().__init__(max_turns=config.max_turns, template=config.template)

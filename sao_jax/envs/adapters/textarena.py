@@ -14,7 +14,7 @@ from sao_jax.envs.adapters._textarena_rewards import corrected, partial, repair
 from sao_jax.envs.adapters.hosted_game import HostedGame
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _T = TypeVar("_T")
 _MAX_ERROR_CHARS = 200
@@ -62,7 +62,7 @@ class TextArena(TextGame):
   """
 
   def __init__(self, config: TextArenaConfig, *, lock: threading.Lock):
-    with needed("envs"):
+    with require_extra("envs"):
       import textarena
 
     super().__init__(max_turns=config.max_turns, template=config.template)
@@ -157,7 +157,7 @@ def _first_line(error: Exception) -> str:
 
 def textarena_factory(config: TextArenaConfig) -> EnvironmentFactory:
   """Makes environments that may run in different threads, and whose games run in a process that can be killed."""
-  with needed("envs"):
+  with require_extra("envs"):
     import textarena  # noqa: F401 (here, that its absence is not told by every episode)
   make = functools.partial(_make_game, config)
   return lambda: HostedGame(

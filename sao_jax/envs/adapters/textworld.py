@@ -13,7 +13,7 @@ from typing import Any
 from sao_jax.envs.adapters.hosted_game import HostedGame
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _MAX_COMMAND_CHARS = 100
 """The game's interpreter, in C and in this process, hangs on a NUL and crashes on commands of great length."""
@@ -75,7 +75,7 @@ class TextWorld(TextGame):
     self._score = 0.0
 
   def start(self, task_index: int) -> str:
-    with needed("envs"):
+    with require_extra("envs"):
       import textworld
 
     self._close_game()
@@ -158,7 +158,7 @@ class HostedTextWorld(HostedGame):
 
 def textworld_factory(config: TextWorldConfig) -> EnvironmentFactory:
   """Makes environments that may run in different threads, and whose games run in a process that can be killed."""
-  with needed("envs"):
+  with require_extra("envs"):
     import textworld  # noqa: F401 (here, that its absence is not told by every episode)
   # The process may have been started in another directory.
   make = functools.partial(

@@ -15,7 +15,7 @@ from sao_jax.envs.adapters._verifiers_worker import score
 from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.base import EnvironmentFactory, Step
 from sao_jax.envs.grading.scoring_process import NoReplyError, WorkerError, shared_pool
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _MEMORY_BYTES = 4 << 30
 
@@ -95,7 +95,7 @@ class VerifiersTask(TextGame):
 
 
 def _score_elsewhere(task: Any, text: str, finish_reason: str, *, timeout_s: float) -> tuple[float, dict[str, float]]:
-  with needed("envs"):
+  with require_extra("envs"):
     import cloudpickle  # Of classes that cannot be imported elsewhere, such as a notebook's, it sends the code.
     import verifiers.v1 as vf
 
@@ -127,7 +127,7 @@ def verifiers_factory(config: VerifiersConfig, taskset: Any) -> EnvironmentFacto
 
 
 def _check_single_turn(task: Any) -> None:
-  with needed("envs"):
+  with require_extra("envs"):
     import verifiers.v1 as vf
 
   kind, data = type(task), task.data

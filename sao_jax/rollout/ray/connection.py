@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sao_jax.rollout.ray.config import ClusterConfig
-from sao_jax.utils.extras import needed
+from sao_jax.utils.extras import require_extra
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class RayConnection:
 
 def import_ray() -> Any:
   """Ray, or an error that says how to get it."""
-  with needed("cluster"):
+  with require_extra("cluster"):
     import ray
   return ray
 
