@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 import random
-import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +21,8 @@ from typing import Any, TextIO
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+
+from sao_jax.utils import child_process
 
 CPU_SECONDS = 2.0
 """Processor time of one rendering; real templates take milliseconds."""
@@ -120,38 +120,16 @@ def _limited_time() -> Any:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _limit_memory() -> None:
-  """Limits the address space to what is used now and `MEMORY_BYTES` (where /proc tells what is used)."""
-  with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
-    wanted = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _prepare() -> TextIO:
-  """Sets signals and limits; returns standard output, which from here on leads nowhere for everything else."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # An interrupt of the terminal is for the caller, who ends this process.
-  for number in (signal.SIGPROF, signal.SIGALRM):  # A caller may have blocked or ignored them, which is inherited.
-    signal.signal(number, signal.SIG_DFL)
-  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
-  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-  output = os.fdopen(os.dup(1), "w", encoding="ascii")
-  os.dup2(2, 1)
-  _limit_memory()
-  return output
-
-
 def _reply(output: TextIO, answer: Callable[[], Any]) -> Any:
   with _limited_time():
     value = answer()
   output.write(json.dumps(value) + "\n")
-  output.flush()
 
 
 def main() -> None:
   """Renders until the other end closes."""
-  output = _prepare()
+  output = child_process.take_output()
+  child_process.limit_memory(MEMORY_BYTES)
   environment = make_environment()
   templates: dict[str, jinja2.Template] = {}
 

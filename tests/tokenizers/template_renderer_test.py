@@ -123,11 +123,11 @@ def test_threads_get_their_own_texts():
 
 def test_the_process_ends_with_its_owner_and_is_replaced_when_killed():
   renderer = TemplateRenderer({"a": "{{ x }}"})
-  first = renderer._process
+  first = renderer._process.popen
   os.kill(first.pid, signal.SIGKILL)
   first.wait()
   assert renderer.render("a", {"x": 1}) == "1"
-  second = renderer._process
+  second = renderer._process.popen
   assert second.pid != first.pid and second.poll() is None
   del renderer
   gc.collect()
@@ -139,7 +139,7 @@ def test_one_that_breaks_its_process_is_told():
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     pending = pool.submit(renderer.render, "a", {})
     time.sleep(0.2)
-    os.kill(renderer._process.pid, signal.SIGKILL)
+    os.kill(renderer._process.popen.pid, signal.SIGKILL)
     with pytest.raises(ValueError, match=r"it ends the process that renders it \(exit status -9\)"):
       pending.result()
 

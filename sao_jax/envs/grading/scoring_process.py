@@ -6,21 +6,17 @@ requests. Requests and replies are JSON. Workers share one hash seed, so that wh
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import os
 import pathlib
-import select
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from sao_jax.utils.extras import MissingExtraError
+from sao_jax.utils.limited_process import LineProcess
 
 _PATIENCE_S = 1.0
 """Time to wait for a busy worker before another one is started: answers take milliseconds, or for ever."""
@@ -141,90 +137,44 @@ def _shared_pool(module: str, max_workers: int, memory_bytes: int, pid: int) -> 
 
 
 class _Worker:
-  """One process, used by one thread at a time."""
+  """One process, used by one thread at a time. It starts at the first request, and again after it ended."""
 
   def __init__(self, module: str, memory_bytes: int, start_timeout_s: float):
     self._module = module
     self._memory_bytes = memory_bytes
     self._start_timeout_s = start_timeout_s
-    self.process: subprocess.Popen[bytes] | None = None
+    self.process: LineProcess | None = None
 
   def exchange(self, line: bytes, timeout_s: float) -> bytes:
-    if self.process is not None and self.process.poll() is not None:  # It was killed since the last request.
+    if self.process is None or not self.process.is_alive:
       self.stop()
-    process = self.process or self._start()
-    return self._guarded(process, line, timeout_s)
+      self.process = self._start()
+    return self._ask(self.process, line, timeout_s)
 
   def stop(self) -> None:
     if self.process is not None:
-      self.process.kill()
-      self.process.wait()
-      for pipe in (self.process.stdin, self.process.stdout):
-        if pipe is not None:
-          pipe.close()
+      self.process.stop()
     self.process = None
 
-  def _start(self) -> subprocess.Popen[bytes]:
-    # A program of its own, not multiprocessing: that imports the caller's main module again, which a script without a
-    # guard and a notebook do not survive. -P: the modules that lie next to the program are not for it.
+  def _start(self) -> LineProcess:
     program = pathlib.Path(__file__).with_name("_scoring_worker.py")
-    self.process = process = subprocess.Popen(
-      [sys.executable, "-P", str(program), self._module, str(self._memory_bytes)],
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-      env={**os.environ, **_SETTINGS},
-    )  # fmt: skip
-    for pipe in (process.stdin, process.stdout):
-      assert pipe is not None
-      os.set_blocking(pipe.fileno(), False)
+    process = LineProcess(program, self._module, str(self._memory_bytes), environment=_SETTINGS)
     try:
-      _value(self._guarded(process, b"", self._start_timeout_s))
+      _value(self._ask(process, b"", self._start_timeout_s))
     except NoReplyError as error:
       raise RuntimeError(f"the process did not start: {error}") from error
     except BaseException:
-      self.stop()
+      process.stop()
       raise
     return process
 
-  def _guarded(self, process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
-    """One exchange. A process that does not reply is killed, and so is one whose reply nobody waits for any more."""
-    reply = b""
+  def _ask(self, process: LineProcess, line: bytes, timeout_s: float) -> bytes:
     try:
-      reply = _exchange(process, line, timeout_s)
+      return process.exchange(line, timeout_s)
     except TimeoutError:
       raise NoReplyError(f"{self._module} gave no reply: it took more than {timeout_s:g} s", timed_out=True) from None
-    except (EOFError, BrokenPipeError) as error:
+    except EOFError as error:
       raise NoReplyError(f"{self._module} gave no reply: its process ended", timed_out=False) from error
-    finally:
-      if not reply:
-        self.stop()
-    return reply
-
-
-def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
-  """Writes a line, if any, and returns the process's next one."""
-  assert process.stdin is not None and process.stdout is not None
-  source, sink = process.stdout.fileno(), process.stdin.fileno()
-  deadline = time.monotonic() + timeout_s
-  poll = select.poll()
-  poll.register(source, select.POLLIN)
-  if line:
-    poll.register(sink, select.POLLOUT)
-  unsent, said = memoryview(line), bytearray()
-  while not said.endswith(b"\n"):
-    ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1_000)
-    if not ready:
-      raise TimeoutError
-    for file, _ in ready:
-      if file == source:
-        if not (chunk := os.read(source, 1 << 16)):
-          raise EOFError
-        said += chunk
-      else:
-        with contextlib.suppress(BlockingIOError):  # Less room than a write wants.
-          unsent = unsent[os.write(sink, unsent) :]
-        if not unsent:
-          poll.unregister(sink)
-  return bytes(said)
 
 
 def _value(reply: bytes) -> Any:

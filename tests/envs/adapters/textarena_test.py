@@ -180,7 +180,7 @@ def test_a_move_that_a_game_never_ends_truncates_one_episode() -> None:
     env.step("[1]<|end|>")
   expected = other.step("[2]<|end|>")
   hasty.reset(3)
-  os.kill(hasty._workers._idle[0].process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+  os.kill(hasty._workers._idle[0].process.popen.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
   step = hasty.step("[1]<|end|>")
   assert step.done and step.truncated and step.reward == 0.0 and "it took more than" in step.info["scorer_error"]
   assert patient.step("[2]<|end|>") == expected  # played again in a new process
