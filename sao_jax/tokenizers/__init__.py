@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the templates in which checkpoints read conversations."""
+"""Tokenizers, chat templates and tool calls."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ class RefusedError(ValueError):
 
 
 class TemplateRenderer:
-  """Compiles and renders templates in a process of its own, which ends with this object. Thread-safe.
+  """Compiles and renders templates in a child process, which ends with this object. Thread-safe.
 
-  A rendering that takes more than two seconds of processor time, 512 MiB of memory or 8 million characters is an error,
-  and so is a template that breaks the process; the next rendering then starts a new one.
+  A rendering may take two seconds of processor time, 512 MiB of memory and 8 million characters. Beyond that it is an
+  error. A template that crashes the process is an error too, and the next rendering starts a new process.
 
   Args:
     sources: templates by name.
@@ -33,7 +33,7 @@ class TemplateRenderer:
 
   def __init__(self, sources: Mapping[str, str]):
     with require_extra("hf"):
-      import jinja2  # noqa: F401 (the process imports it, whose error nobody would see)
+      import jinja2  # noqa: F401 (the child process cannot report a missing package)
 
     self._sources = dict(sources)
     self._lock = threading.Lock()
@@ -44,12 +44,12 @@ class TemplateRenderer:
     """Renders one template.
 
     Args:
-      name: which.
-      values: what it reads: `messages`, `tools`, `add_generation_prompt`, ...; JSON values.
+      name: name of the template.
+      values: variables of the template: `messages`, `tools`, `add_generation_prompt`, ...; JSON values.
 
     Raises:
       RefusedError: the template refuses the values or fails on them.
-      ValueError: it meets a limit, or the values are not JSON.
+      ValueError: the rendering exceeds a limit, or the values are not JSON.
     """
     try:
       line = json.dumps([name, values], default=_as_dict)

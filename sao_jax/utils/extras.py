@@ -1,4 +1,4 @@
-"""Packages that are not installed with the library, and the extra of `setup.py` that brings each."""
+"""Imports of optional packages, with an error that names the extra of `setup.py` to install."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 
 class MissingExtraError(ImportError):
-  """What was asked for needs packages that are not installed; the message says how to get them."""
+  """An optional package is not installed. The message says how to install it."""
 
 
 @contextlib.contextmanager
 def require_extra(extra: str) -> Iterator[None]:
-  """Around imports of what an extra brings.
+  """Returns a context manager for imports of packages that an extra installs.
 
   Args:
-    extra: its name in `setup.py`.
+    extra: the name of the extra in `setup.py`.
 
   Raises:
-    MissingExtraError: a package is not there.
+    MissingExtraError: a package is not installed.
   """
   try:
     yield

@@ -1,4 +1,4 @@
-"""Small files that come from elsewhere, read whole: within bounds, and what is wrong with one is told by its name."""
+"""Readers of small untrusted files: sizes are limited, and every error names the file."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import numpy as np
 from sao_jax.utils.extras import require_extra
 
 MOST_BYTES = 1 << 26
-"""Of a file of JSON; parsed it takes some twenty times as much."""
+"""Largest JSON file. Parsed, it takes about twenty times as much memory."""
 _MOST_GGUF_VALUES = 4_000_000
-"""A vocabulary of 256 thousand needs two million."""
+"""Largest number of values in the header of a GGUF file. A vocabulary of 256 thousand tokens needs two million."""
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-  """Refuses what would never end when it is read: pipes, sockets, devices. Links are followed.
+  """Checks that a path is a regular file. Reading a pipe, socket or device might never end. Links are followed.
 
   Raises:
-    OSError: nothing is there, or a folder.
-    ValueError: it is no regular file.
+    OSError: the path does not exist, or it is a folder.
+    ValueError: the path is not a regular file.
   """
   mode = os.stat(path).st_mode
   if stat.S_ISDIR(mode):
@@ -34,12 +34,12 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def check_inside(folder: str | os.PathLike[str], name: Any) -> pathlib.Path:
-  """Path of a regular file that a listing in `folder` names. Nothing is opened.
+  """Returns the path of a regular file that a listing in `folder` names. Opens nothing.
 
   Raises:
-    OSError: there is no such file, or it is a folder.
-    ValueError: `name` is not a relative path, or it (or a link on its way) leads out of the folder or to a pipe, socket
-      or device.
+    OSError: the file does not exist, or it is a folder.
+    ValueError: `name` is not a relative path, or the path leads out of the folder (perhaps through a link) or to a
+      pipe, socket or device.
   """
   parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) else ()
   if not parts or "\0" in name or name.startswith("/") or ".." in parts:
@@ -51,11 +51,11 @@ def check_inside(folder: str | os.PathLike[str], name: Any) -> pathlib.Path:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-  """Refuses a folder that holds anything else than regular files, folders, and links that stay inside it.
+  """Checks that a folder holds only regular files, folders, and links that stay inside it.
 
   Raises:
-    OSError: the folder cannot be read, or a link leads nowhere.
-    ValueError: a link that leads out of the folder, a pipe, a socket or a device; the message names it.
+    OSError: the folder cannot be read, or a link is broken.
+    ValueError: the folder holds a link that leads out of it, a pipe, a socket or a device; the message names it.
   """
   root = pathlib.Path(os.path.realpath(folder))
   waiting = [root]
@@ -78,11 +78,11 @@ def _check_target(root: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> str:
-  """The text of a file.
+  """Reads a text file.
 
   Raises:
-    FileNotFoundError: there is none.
-    ValueError: it is no regular file, larger than `most_bytes`, or not UTF-8; the message names it.
+    FileNotFoundError: the file does not exist.
+    ValueError: the file is not a regular file, is larger than `most_bytes`, or is not UTF-8; the message names it.
   """
   check_regular(path)
   with open(path, "rb") as file:
@@ -96,37 +96,37 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> 
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """The JSON object that a file holds; errors as of `read_text`, and ValueError for anything else than an object."""
+  """Reads a file that holds a JSON object. Raises as `read_text` does, and ValueError for other content."""
   text = read_text(path)
   try:
     values = json.loads(text)
   except ValueError as error:
     raise ValueError(f"{path} must be JSON: {error}") from error
   except RecursionError as error:
-    raise ValueError(f"{path} must be JSON that is not so deeply nested.") from error
+    raise ValueError(f"{path} must be JSON with less nesting.") from error
   if not isinstance(values, dict):
     raise ValueError(f"{path} must be a JSON object; received {type(values).__name__}.")
   return values
 
 
 def read_object_if_there(path: pathlib.Path) -> dict[str, Any]:
-  """As `read_object`; empty where there is no such file."""
+  """Reads a JSON object like `read_object`; returns an empty one if the file does not exist."""
   return read_object(path) if path.exists() else {}
 
 
 def open_gguf(path: str | os.PathLike[str]) -> Any:
-  """A reader of a GGUF file, `gguf.GGUFReader`, that does not believe what the file says of its own sizes.
+  """Opens a GGUF file with a `gguf.GGUFReader` that checks the sizes that the file declares.
 
   Raises:
     MissingExtraError: the optional package `gguf` is not installed.
-    FileNotFoundError: nothing is there.
-    ValueError: it is no whole GGUF file; the message names it.
+    FileNotFoundError: the file does not exist.
+    ValueError: the file is not a complete GGUF file; the message names it.
   """
   with require_extra("gguf"):
     import gguf
 
   class Reader(gguf.GGUFReader):
-    """Its base reads past the end as nothing, however often, and keeps an object for every value of an array."""
+    """A reader with limits. Its base returns nothing past the end, and keeps an object for each value of an array."""
 
     left = _MOST_GGUF_VALUES
 
@@ -141,5 +141,5 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
   check_regular(path)
   try:
     return Reader(os.fspath(path))
-  except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:  # its parser raises them all
+  except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:  # The parser raises them all.
     raise ValueError(f"{path} is not a valid GGUF file: {error}") from error

@@ -1,1 +1,1 @@
-"""Math problems that are solved with a Python tool."""
+"""Math problems to solve with a Python tool."""
