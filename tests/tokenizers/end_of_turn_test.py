@@ -67,4 +67,4 @@ def test_nothing_is_told_where_they_agree(template, eos, serialized, tmp_path, c
 
 def test_a_template_of_which_it_cannot_be_told(serialized, tmp_path, caplog):
   load(tmp_path, serialized, "{{ messages[0].content }}", ["</s>"])
-  assert "whether its stop tokens end a turn cannot be told" in caplog.text
+  assert "cannot check whether its stop tokens end a turn" in caplog.text

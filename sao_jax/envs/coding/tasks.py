@@ -158,7 +158,7 @@ def _mentions(node: ast.AST, name: str) -> bool:
 
 
 def hidden_test(problem: Mapping[str, Any]) -> str:
-  """Returns the test of a problem for `judge`, with the canonical solution: some tests use its helpers or compare to it."""
+  """Returns the test of a problem with its canonical solution, which some tests call or compare with."""
   return f"{problem['prompt']}{problem['canonical_solution']}\n{problem['test']}\ncheck(candidate)\n"
 
 

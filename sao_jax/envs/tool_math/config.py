@@ -112,7 +112,7 @@ class ToolMathConfig:
   tool_sleep_s: float = 0.0
   """Extra seconds per tool call, for experiments about asynchrony."""
   tool_sleep_sigma: float = 0.0
-  """Shape of a log-normal distribution of the sleep with median `tool_sleep_s`; 0 is constant. Task and turn decide it."""
+  """Shape of a log-normal distribution with median `tool_sleep_s`, drawn from the task and the turn; 0 is constant."""
 
   def __post_init__(self) -> None:
     for name, low, high in (

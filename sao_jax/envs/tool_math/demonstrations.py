@@ -186,7 +186,7 @@ class DemonstrationStats(NamedTuple):
 def demonstration_stats(
   demonstrations: Iterable[Demonstration], encode: Callable[[str], Sequence[int]]
 ) -> dict[str, DemonstrationStats]:
-  """Returns statistics by strategy, by task (`"task:lcm"`) and over all (`"all"`). Lengths are in tokens of `encode`."""
+  """Returns statistics by strategy, by task (`"task:lcm"`) and over all (`"all"`), with lengths in tokens."""
   groups: dict[str, list[tuple[bool, int, int]]] = {}
   for demonstration in demonstrations:
     row = (demonstration.success, demonstration.num_actions, len(encode(demonstration.text)))

@@ -99,7 +99,7 @@ def test_code_that_ends_or_blocks_the_interpreter_earns_nothing(code: str, task:
     ("read ../etc/passwd", "no file"),
     ("read solution.py x", "numbers"),
     (f"read solution.py {'1' * 5000}", "numbers"),
-    ("search", "search what"),
+    ("search", "search needs a text"),
     ("search zzz", "not found"),
     ("list x", "no such"),
     ("edit nothing.py\n<<<<\na\n====\nb\n>>>>", "no file"),

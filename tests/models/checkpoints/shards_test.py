@@ -64,11 +64,11 @@ def _move_in(new: pathlib.Path, old: pathlib.Path, *, index: bool) -> None:
 @pytest.mark.parametrize(
   ("old", "new", "index", "message"),
   [
-    (3, 1, True, r"of two saves are there: model\.safetensors\.index\.json .* besides there are model\.safetensors\."),
-    (1, 3, True, r"of two saves are there: model\.safetensors\.index\.json .* besides there are model\.safetensors\."),
-    (1, 3, False, r"without an index consists of model\.safetensors, and besides .* model-00001-of-00003"),
-    (3, 4, False, r"besides there are model-00001-of-00004\.safetensors, .* and 1 more\. Remove those"),
-    (3, 4, True, r"besides there are model-00001-of-00003\.safetensors"),
+    (3, 1, True, r"of two saves are there: model\.safetensors\.index\.json .* the folder also holds model\.safetensors\."),
+    (1, 3, True, r"of two saves are there: model\.safetensors\.index\.json .* the folder also holds model\.safetensors\."),
+    (1, 3, False, r"without an index needs model\.safetensors, but the folder also .* model-00001-of-00003"),
+    (3, 4, False, r"the folder also holds model-00001-of-00004\.safetensors, .* and 1 more\. Remove those"),
+    (3, 4, True, r"the folder also holds model-00001-of-00003\.safetensors"),
   ],
 )
 def test_weights_of_two_saves_are_refused(
