@@ -11,9 +11,12 @@ import re
 from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
-from sao_jax.types import Environment as Environment
-from sao_jax.types import EnvironmentFactory as EnvironmentFactory
-from sao_jax.types import Step as Step
+from sao_jax.types import Environment, EnvironmentFactory, Step
+
+__all__ = [
+  "Environment", "EnvironmentFactory", "Step", "Tag", "Tool", "ToolSession", "answer", "call", "observation",
+  "parse_action", "user_prompt",
+]  # fmt: skip
 
 
 class Tag:

@@ -143,12 +143,12 @@ def test_names_come_from_both_files(directory, caplog):
   assert caplog.records == []
   write(directory, special_tokens_map={"eos_token": "<o>"})
   assert special_tokens(directory) == {"eos_token": "<o>"}
-  expected = "eos_token is '<e>' in tokenizer_config.json and '<o>' in special_tokens_map.json; taken is '<o>'"
+  expected = "eos_token is '<e>' in tokenizer_config.json and '<o>' in special_tokens_map.json; using '<o>'"
   assert expected in caplog.text
   write(directory, tokenizer_config={"eos_token": "<e>", "added_tokens_decoder": {}},
         special_tokens_map={"bos_token": "<s>"})  # fmt: skip
   assert special_tokens(directory) == {"eos_token": "<e>"}
-  assert "bos_token is None in tokenizer_config.json and '<s>' in special_tokens_map.json; taken is None" in caplog.text
+  assert "bos_token is None in tokenizer_config.json and '<s>' in special_tokens_map.json; using None" in caplog.text
 
 
 def test_the_template_and_the_stop_tokens_have_the_names(directory):

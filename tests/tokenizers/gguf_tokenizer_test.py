@@ -102,7 +102,7 @@ def test_templates_by_name(tmp_path):
     ({"model": "llama"}, "received 'llama' with 'smollm'"),
     ({"leave_out": ("template",)}, "lacks tokenizer.chat_template"),
     ({"eos": 10_000}, r"eos_token_id must be in \[0, \d+\); received 10000"),
-    ({"types": [1, 2]}, "tokens and 2 of their types"),
+    ({"types": [1, 2]}, "a type for each token; received 2"),
     ({"leave_out": ("merges",)}, "lacks tokenizer.ggml.merges"),
   ],
 )

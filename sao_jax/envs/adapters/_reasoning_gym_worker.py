@@ -174,4 +174,4 @@ def make_dataset(config: TaskSettings) -> Any:
       settings["datasets"] = [DatasetSpec(**spec) for spec in settings.get("datasets", ())]
     return reasoning_gym.create_dataset(config.task, **settings)
   except (TypeError, AssertionError) as error:
-    raise ValueError(f"settings must fit task {config.task!r}: {error}; received {settings}.") from error
+    raise ValueError(f"settings do not fit task {config.task!r}: {error}; received {settings}.") from error

@@ -362,7 +362,7 @@ def become_nobody(session: int, namespaces: bool, directory: str | None = None) 
 
 
 def processes_counted(namespaces: bool) -> bool:
-  """Whether the limit of processes works for sessions. It does not if their user is root of the host under another id."""
+  """Whether the limit of processes works. It does not if the user of sessions is root of the host in disguise."""
   pid = os.fork()
   if pid == 0:
     status = 1

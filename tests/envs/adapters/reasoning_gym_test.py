@@ -130,7 +130,7 @@ def test_a_mixture_scores_each_problem_by_the_rules_of_its_own_set() -> None:
     env.reset(index)
     assert env.step("<answer>__import__('os').getpid()</answer><|end|>").reward < 0.1
   assert seen == set(names)
-  with pytest.raises(ValueError, match=r"missing 2 required .* they are .*'name': 'x'"):
+  with pytest.raises(ValueError, match=r"missing 2 required .* received .*'name': 'x'"):
     ReasoningGym(ReasoningGymConfig(task="composite", settings={"datasets": [{"name": "x"}]}))
 
 

@@ -194,7 +194,7 @@ def test_tasks_that_cannot_be_sent_are_refused() -> None:
 
   env = VerifiersTask(VerifiersConfig(), [Locked(Data(prompt="x", target="x"))])
   env.reset(0)
-  with pytest.raises(ValueError, match=r"can be pickled, or VerifiersConfig.score_timeout_s None; Locked"):
+  with pytest.raises(ValueError, match=r"support pickling, or VerifiersConfig.score_timeout_s must be None; received Locked"):
     env.step("x<|end|>")
 
 

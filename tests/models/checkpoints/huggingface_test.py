@@ -243,7 +243,7 @@ def test_config_keys(model_type: str, changes: dict[str, Any], field: str, want:
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}}, "mrope_section"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows are not supported"),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, "sliding windows are not supported"),
-    ("qwen3_moe", {"num_experts": 8}, "mean the same and differ"),
+    ("qwen3_moe", {"num_experts": 8}, "mean the same but differ"),
     ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "'full_attention': "),
     (

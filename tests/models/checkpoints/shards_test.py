@@ -67,7 +67,7 @@ def _move_in(new: pathlib.Path, old: pathlib.Path, *, index: bool) -> None:
     (3, 1, True, r"of two saves are there: model\.safetensors\.index\.json .* the folder also holds model\.safetensors\."),
     (1, 3, True, r"of two saves are there: model\.safetensors\.index\.json .* the folder also holds model\.safetensors\."),
     (1, 3, False, r"without an index needs model\.safetensors, but the folder also .* model-00001-of-00003"),
-    (3, 4, False, r"the folder also holds model-00001-of-00004\.safetensors, .* and 1 more\. Remove those"),
+    (3, 4, False, r"the folder also holds model-00001-of-00004\.safetensors, .* and 1 more\. Remove the files"),
     (3, 4, True, r"the folder also holds model-00001-of-00003\.safetensors"),
   ],
 )
