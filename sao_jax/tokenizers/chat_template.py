@@ -15,7 +15,7 @@ Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, with `tool_calls` and any other keys that the template reads."""
 
 _ACTION = "f5b1c09d"
-"""Stands for an action while its surroundings are searched. No template changes or contains it."""
+"""Placeholder for an action in the search for its surroundings. No template changes or contains it."""
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _PLAIN_ACTION: Mapping[str, Any] = {"role": "assistant", "content": _ACTION}
 _USER: Mapping[str, Any] = {"role": "user", "content": "."}

@@ -147,7 +147,7 @@ class _Scanner:
     """Fills `calls` and `said`.
 
     Raises:
-      MalformedCall: a call cannot be read, or a tag stands outside a call.
+      MalformedCall: a call cannot be parsed, or a tag is outside a call.
     """
     place = 0
     while sign := SIGN.search(self._text, place):

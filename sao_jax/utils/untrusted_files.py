@@ -135,7 +135,7 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
       if self.left < 0:
         raise ValueError(f"it has more than {_MOST_GGUF_VALUES} values outside its tensors")
       if int(offset) + int(count) * np.dtype(dtype).itemsize > self.data.size:
-        raise ValueError(f"it says that {int(count)} values are at byte {int(offset)}; it has {self.data.size} bytes")
+        raise ValueError(f"it has {self.data.size} bytes, but claims {int(count)} values at byte {int(offset)}")
       return super()._get(offset, dtype, count, *rest, **more)
 
   check_regular(path)

@@ -1,4 +1,4 @@
-"""Tokens that other files than tokenizer.json name: what transformers makes of them, and ids that contradict."""
+"""Tokens in files other than tokenizer.json: the behaviour of transformers, and contradicting ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sao_jax.tokenizers import Chat, HFTokenizer
 from sao_jax.tokenizers.added_tokens import read, special_tokens
 
 STOP = "<|end|>"
-"""The one added token of tokenizer.json; its id is 256."""
+"""The only added token of tokenizer.json, with id 256."""
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_what_contradicts_or_is_no_token_is_named(files, message, directory):
 
 
 def test_ids_that_tokenizer_json_says_and_does_not_give(directory):
-  """The package gives an added token the next id, whatever the file says."""
+  """The package gives an added token the next id and ignores the id in the file."""
   values = json.loads((directory / "tokenizer.json").read_text())
   values["added_tokens"][0]["id"] = 300
   write(directory, tokenizer=values)

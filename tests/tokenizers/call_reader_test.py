@@ -1,4 +1,4 @@
-"""Where a call ends: tags in its strings, code and values are text."""
+"""The ends of calls: tags in strings, code and values are text."""
 
 from __future__ import annotations
 

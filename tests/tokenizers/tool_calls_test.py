@@ -1,4 +1,4 @@
-"""Tool calls in each style: well-formed ones are read, all others come back as an error for the model."""
+"""Tool calls in each style: well-formed ones are parsed, and all others give an error for the model."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_llamas_python_tag():
 def test_a_call_is_no_answer_without_its_opening_tag_nor_cut_off(style, code, before):
   call = FORMS[style].replace('"1"', f'"{code}"').replace("\n1\n", f"\n{code}\n").replace(">1<", f">{code}<")
   bare = call.removeprefix("{").removeprefix("<tool_call>").lstrip()
-  # From here on what is written is recognizable as a call.
+  # From here on the text looks like a call.
   begins = {"json_tags": '{"name"', "xml": "<function=", "key_values": "python\n<arg_key>", "json": bare[:34]}[style]
   for text, length in ((call, len("<tool_call>")), (bare, len(begins))):
     for end in range(length, len(text) + 1):

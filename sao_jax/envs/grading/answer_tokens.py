@@ -143,7 +143,7 @@ def tokens(text: str, *, thousands: bool = True) -> tuple[Node, ...]:
     UnreadableError: the answer is empty or too long, or its brackets or environments do not match.
   """
   if len(text) > MAX_CHARS:
-    raise UnreadableError(f"an answer may have {MAX_CHARS} characters; received {len(text)}.")
+    raise UnreadableError(f"an answer must have at most {MAX_CHARS} characters; received {len(text)}.")
   for sign, plain in (("^", _RAISED), ("_", _LOWERED)):
     text = re.sub(f"[{''.join(plain)}]+", lambda m: sign + "{" + "".join(plain[x] for x in m[0]) + "}", text)  # noqa: B023
   text = "".join(_UNICODE.get(char, char) for char in text).replace("**", "^")

@@ -68,7 +68,7 @@ class ToolMathConfig:
   """Settings of the tool-math task.
 
   Raises:
-    ValueError: a field outside its range; the message shows what was received and what is allowed.
+    ValueError: a field is outside its range; the message shows its value and the range.
   """
 
   tasks: TaskWeights = TaskWeights()

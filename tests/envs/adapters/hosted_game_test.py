@@ -1,4 +1,4 @@
-"""A game in a process of its own: what it says, what becomes of it when the process is killed."""
+"""Games in another process: their replies, and their recovery when the process is killed."""
 
 from __future__ import annotations
 

@@ -191,6 +191,6 @@ def test_a_move_that_a_game_never_ends_truncates_one_episode() -> None:
 def test_other_games_are_refused() -> None:
   with pytest.raises(ValueError, match="game must be one of TextArena's; received 'Nonsense-v0'"):
     make("Nonsense-v0")
-  for game in ("TicTacToe-v0", "MarketEntryGame-v0"):  # the second begins with one player, and never ends a move
+  for game in ("TicTacToe-v0", "MarketEntryGame-v0"):  # the second starts with one player, but its moves never end
     with pytest.raises(ValueError, match=f"game must be one for a single player; '{game}' is not"):
       make(game).reset(0)

@@ -1,4 +1,4 @@
-"""The SWE-Bench reader on rows as they are published, and on odd ones."""
+"""The SWE-Bench reader on published rows and on odd ones."""
 
 from __future__ import annotations
 

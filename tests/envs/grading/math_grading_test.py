@@ -94,7 +94,7 @@ def test_sets_intervals_matrices_and_units(grader: MathGrader, gold: str, answer
 @pytest.mark.parametrize(
   ("gold", "answer", "equal"),
   [
-    # As data sets write their references: without dollar signs.
+    # References of data sets have no dollar signs.
     ("3\\sqrt{13}", "$3\\sqrt{13}$", True),
     ("3\\sqrt{13}", "3", False),
     ("2k+2", "2", False),
@@ -250,7 +250,7 @@ def test_an_interrupted_comparison_leaves_no_reply_for_the_next_one(
 
 def test_a_script_without_a_guard(tmp_path: pathlib.Path) -> None:
   script = tmp_path / "script.py"
-  # Files next to the script and next to the worker are not taken for the modules of the same names.
+  # Files beside the script and beside the worker do not replace modules of the same names.
   (tmp_path / "base.py").write_text("raise SystemExit('imported')")
   script.write_text(
     "from sao_jax.envs.grading.math_grading import MathGrader\n"
