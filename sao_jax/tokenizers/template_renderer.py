@@ -37,8 +37,7 @@ class TemplateRenderer:
 
     self._sources = dict(sources)
     self._lock = threading.Lock()
-    self._process: LineProcess | None = None
-    self._start()
+    self._process = self._start()
 
   def render(self, name: str, values: Mapping[str, Any]) -> str:
     """Renders one template.
@@ -56,19 +55,20 @@ class TemplateRenderer:
     except (TypeError, ValueError, RecursionError) as error:
       raise ValueError(f"messages, tools and options of a chat template must be JSON values: {error}") from error
     with self._lock:
-      if self._process is None or not self._process.is_alive:  # It has ended since the last call.
-        self._start()
+      if not self._process.is_alive:
+        self._process = self._start()
       reply = self._exchange(self._process, line)
     if "text" in reply:
       return str(reply["text"])
     raise (ValueError if reply["bound"] else RefusedError)(f"the chat template {reply['error']}")
 
-  def _start(self) -> None:
-    self._process = LineProcess(pathlib.Path(__file__).with_name("_template_worker.py"))
-    error = self._exchange(self._process, json.dumps(self._sources))
+  def _start(self) -> LineProcess:
+    process = LineProcess(pathlib.Path(__file__).with_name("_template_worker.py"))
+    error = self._exchange(process, json.dumps(self._sources))
     if error is not None:
-      self._process.stop()
+      process.stop()
       raise ValueError(f"the chat template {error}")
+    return process
 
   def _exchange(self, process: LineProcess, line: str) -> Any:
     try:

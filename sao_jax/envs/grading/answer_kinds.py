@@ -5,8 +5,8 @@ r"""Kinds of answers. The reference has a kind, and an answer of another kind is
 | words    | `\text{Evelyn}`, `x + c for any c`  | the same tokens; case and spacing of words are ignored        |
 | quantity | `3 hours 20 minutes`                | the same numbers with the same units                          |
 | rows     | `\begin{cases}`, `\begin{align}`    | the same rows, as a list                                      |
-| list     | `1, 2`, `1 and 2`, `\pm 3`          | the same elements in any order, or in the same order with dots |
-| relation | `y = 2x + 3`, `x \le 2`             | an equivalent one; 5 for `x = 5`, the interval for `x \le 2` |
+| list     | `1, 2`, `1 and 2`, `\pm 3`          | the same elements in any order; with dots, in the same order  |
+| relation | `y = 2x + 3`, `x \le 2`             | an equivalent one; 5 for `x = 5`, the interval for `x \le 2`  |
 | union    | `(-\infty, 1) \cup (2, 3)`          | the same parts in any order                                   |
 | set      | `\{1, 2\}`                          | the same elements in any order                                |
 | bracket  | `(3, \frac{\pi}{2})`, `[1, 2)`      | the same brackets with the same entries, in order             |

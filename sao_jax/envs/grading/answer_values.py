@@ -135,7 +135,7 @@ def num_places(decimal: Nodes) -> int:
 
 
 def is_near(a: Nodes, b: Nodes, places: int) -> bool:
-  """Whether two numbers differ by at most one unit of the last of `places`.
+  """Whether two numbers differ by at most one unit of decimal place `places`.
 
   Raises:
     UnreadableError: one of them is not an expression.

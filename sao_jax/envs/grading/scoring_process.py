@@ -35,7 +35,7 @@ class NoReplyError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-  """An exception in a worker. `kind` is the name of its class. ValueErrors are raised as such instead."""
+  """An exception in a worker. `kind` is the name of its class. A ValueError is raised as itself."""
 
   def __init__(self, kind: str, message: str):
     super().__init__(f"{kind}: {message}")
