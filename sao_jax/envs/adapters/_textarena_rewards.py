@@ -1,6 +1,6 @@
 """Corrections of TextArena games in which bad play earns as much as good play, or more.
 
-`sweep_textarena` of the experiments compares the best known play with bad play in every game.
+The experiment `sweep_textarena` shows for every game that the best known play earns more than bad play.
 """
 
 from __future__ import annotations
