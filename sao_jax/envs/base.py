@@ -1,8 +1,8 @@
-"""What an environment is, what a tool is, and the markup that both sides of an episode are written in.
+"""The protocols of environments and tools, and the markup of episodes.
 
-A task of your own is a class with the three methods of `Environment`: `reset(task_index) -> prompt`,
-`step(action) -> Step`, `close()`. Every text they return is appended to the context as it is, so it carries the
-template's tags (see `Tag`).
+Your own task is a class with the three methods of `Environment`: `reset(task_index) -> prompt`, `step(action) -> Step`
+and `close()`. Their texts are appended to the context unchanged, so they must include the tags of the template (see
+`Tag`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import re
 from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
-from sao_jax.types import Environment as Environment
-from sao_jax.types import EnvironmentFactory as EnvironmentFactory
-from sao_jax.types import Step as Step
+from sao_jax.types import Environment, EnvironmentFactory, Step
+
+__all__ = [
+  "Environment", "EnvironmentFactory", "Step", "Tag", "Tool", "ToolSession", "answer", "call", "observation",
+  "parse_action", "user_prompt",
+]  # fmt: skip
 
 
 class Tag:
-  """The tags of the template; each is one token of the tokenizers here.
+  """The tags of the template. Each is one token of `MathTokenizer`.
 
   An episode reads `<|user|>question<|assistant|>` + action + observation + action + ... with actions
   `<|python|>code<|end|>` and `<|answer|>text<|end|>`, and observations `<|output|>text<|assistant|>`.
@@ -38,29 +41,29 @@ _ACTION = re.compile(
 
 
 def user_prompt(text: str) -> str:
-  """The prompt that asks `text`, ending where the model's first action begins."""
+  """Returns the prompt with the question `text`, up to the beginning of the first action."""
   return f"{Tag.USER}{text}{Tag.ASSISTANT}"
 
 
 def call(code: str) -> str:
-  """The action that runs `code`."""
+  """Returns the action that runs `code`."""
   return f"{Tag.PYTHON}{code}{Tag.END}"
 
 
 def answer(text: str) -> str:
-  """The action that answers `text`."""
+  """Returns the action with the answer `text`."""
   return f"{Tag.ANSWER}{text}{Tag.END}"
 
 
 def observation(text: str) -> str:
-  """What follows an action answered by `text`; tags in `text` are broken up, so that it cannot fake a turn."""
+  """Returns the observation that shows `text`. Tags in `text` are broken up, so that it cannot fake a turn."""
   return f"{Tag.OUTPUT}{text.replace('<|', '< |')}{Tag.ASSISTANT}"
 
 
 def parse_action(action: str) -> tuple[str, str]:
-  """Splits an action into its kind, `"python"`, `"answer"` or `"malformed"`, and its body (all of it if malformed).
+  """Splits an action into its kind (`"python"`, `"answer"` or `"malformed"`) and its body (all of it if malformed).
 
-  Well-formed is exactly one tag, a body that is not blank and holds no tag, and `<|end|>`.
+  A well-formed action is one tag, a body that is not blank and has no tags, and `<|end|>`.
   """
   match = _ACTION.fullmatch(action)
   if match is None or not match["body"].strip() or "<|" in match["body"]:
@@ -72,11 +75,11 @@ class ToolSession(Protocol):
   """One episode's use of a tool."""
 
   def run(self, code: str) -> str:
-    """Runs `code` and returns what it prints, a trailing expression's repr included; its errors come back as text."""
+    """Runs `code` and returns its output, with the repr of a trailing expression. Errors are returned as text."""
     ...
 
 
 class Tool(Protocol):
-  """Something that runs code; shared by all environments, called from many threads."""
+  """A tool that runs code. All environments share it and call it from many threads."""
 
   def session(self) -> AbstractContextManager[ToolSession]: ...

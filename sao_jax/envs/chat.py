@@ -1,4 +1,4 @@
-"""Questions to a chat model, with or without a Python tool, in the checkpoint's own template and form of tool calls."""
+"""Questions for a chat model, with or without a Python tool, in the chat template of its checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PYTHON_TOOL: Final[Mapping[str, Any]] = {
 
 
 def python_tool(packages: Sequence[str] = ()) -> Mapping[str, Any]:
-  """The description of the Python tool that a model reads, with the packages that it may import."""
+  """Returns the tool description for the model, with the packages that code may import."""
   if not packages:
     return PYTHON_TOOL
   function = PYTHON_TOOL["function"]
@@ -43,7 +43,7 @@ class Call(Protocol):
 
 
 class Parsed(Protocol):
-  """An action taken apart; see `tokenizers.ParsedAction`."""
+  """A parsed action; see `tokenizers.ParsedAction`."""
 
   @property
   def content(self) -> str: ...
@@ -56,7 +56,7 @@ class Parsed(Protocol):
 
 
 class ChatFormat(Protocol):
-  """What writes prompts and reads actions; `tokenizers.Chat` is one."""
+  """Writer of prompts and parser of actions, such as `tokenizers.Chat`."""
 
   def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str: ...
 
@@ -74,23 +74,23 @@ class Question:
   messages: Sequence[Mapping[str, Any]]
   """The conversation up to the model's first action."""
   score: Callable[[str], float]
-  """Of the final answer's text (what the last action says besides its thought), in [0, 1]; it is the reward."""
+  """Score in [0, 1] of the final answer: the text of the last action without its thought. It is the reward."""
 
 
 class ChatEnv(base.Environment):
-  """One episode: a question; actions that call the tool, answered by what it prints; an action without a call, the
-  answer, which ends it.
+  """An environment that asks one question per episode.
 
-  A malformed call is answered by what is wrong with it. Without an answer after `max_turns` actions the episode is
-  truncated, with reward 0 (calls of the last turn are not run).
+  Actions may call the tool, and the observation is its output. The first action without a call is the answer and ends
+  the episode. The observation after a malformed call says what is wrong with it. Without an answer after `max_turns`
+  actions the episode is truncated with reward 0 (calls of the last turn are not run).
 
   Args:
-    chat: the checkpoint's conversation.
-    question: `(task_index) -> Question`; the same index, the same question.
-    tool: runs Python; one session per episode, opened at its first call. None: no tool is on offer.
+    chat: chat format of the checkpoint.
+    question: function `task_index -> Question`. The same index must give the same question.
+    tool: runs Python, with one session per episode from the first call on. None offers no tool.
     max_turns: actions per episode, at least 1.
     success_threshold: score from which an episode counts as a success.
-    packages: what the tool can import besides the standard library, as the model is told.
+    packages: packages besides the standard library that the tool can import, for its description.
   """
 
   def __init__(
@@ -124,7 +124,7 @@ class ChatEnv(base.Environment):
 
   def step(self, action: str) -> base.Step:
     if self._question is None:
-      raise RuntimeError("step was called before reset, or after the episode's end.")
+      raise RuntimeError("step was called before reset, or after the end of the episode.")
     self._turns += 1
     parsed = self._chat.parse(action, self._tools)
     if not parsed.calls and parsed.error is None:
@@ -143,7 +143,7 @@ class ChatEnv(base.Environment):
 
   def _result(self, name: str, text: str) -> dict[str, str]:
     self._results += 1
-    # Nine letters and digits: the only form of id that Mistral's templates accept.
+    # Mistral's templates accept only ids of nine letters and digits.
     return {"role": "tool", "name": name, "tool_call_id": f"call{self._results:05d}", "content": text}
 
   def _run(self, call: Call) -> str:

@@ -1,14 +1,13 @@
-"""Text to token ids and back, and the templates in which checkpoints read conversations."""
+"""Tokenizers, chat templates and tool calls."""
 
 from __future__ import annotations
 
-from sao_jax.tokenizers.chat import Chat as Chat
-from sao_jax.tokenizers.chat_template import ChatTemplate as ChatTemplate
-from sao_jax.tokenizers.gguf_tokenizer import load_gguf_tokenizer as load_gguf_tokenizer
-from sao_jax.tokenizers.hf_tokenizer import HFTokenizer as HFTokenizer
-from sao_jax.tokenizers.math_tokenizer import MathTokenizer as MathTokenizer
-from sao_jax.tokenizers.tool_calls import ParsedAction as ParsedAction
-from sao_jax.tokenizers.tool_calls import ToolCall as ToolCall
+from sao_jax.tokenizers.chat import Chat
+from sao_jax.tokenizers.chat_template import ChatTemplate
+from sao_jax.tokenizers.gguf_tokenizer import load_gguf_tokenizer
+from sao_jax.tokenizers.hf_tokenizer import HFTokenizer
+from sao_jax.tokenizers.math_tokenizer import MathTokenizer
+from sao_jax.tokenizers.tool_calls import ParsedAction, ToolCall
 from sao_jax.tokenizers.tool_calls import parse as parse_tool_calls
 from sao_jax.tokenizers.tool_calls import style_of as tool_call_style
 

@@ -1,10 +1,8 @@
-"""The process that renders chat templates, run as a program by `template_renderer`: JSON lines in, JSON lines out.
+"""The program of the processes of `template_renderer`: it reads and writes lines of JSON.
 
-A chat template is a program from an untrusted file: it may loop for hours, or ask for all of the machine's memory, on
-any rendering and already while it is compiled. Here it has limits, and the operating system enforces them. The first
-line is an object of named templates, and its reply null or an error; every further line is one rendering.
-
-This module imports nothing of the library, whose own imports would cost more than the rest of the start.
+A chat template is a program from an untrusted file. It may loop for hours or use all memory of the machine, in any
+rendering and even while it is compiled. The operating system enforces limits on this process. The first line of input
+is an object of named templates, and its reply is null or an error. Each further line asks for one rendering.
 """
 
 from __future__ import annotations
@@ -12,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 import random
-import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -24,26 +20,28 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from sao_jax.utils import child_process
+
 CPU_SECONDS = 2.0
 """Processor time of one rendering; real templates take milliseconds."""
 WALL_SECONDS = 60.0
 """Time of one rendering on a busy machine."""
 MEMORY_BYTES = 1 << 29
-"""What compiling and rendering may take."""
+"""Memory for compiling and rendering."""
 MAX_CHARS = 1 << 23
-"""Length of a rendered text: more than any context holds."""
+"""Longest rendered text; no context holds as much."""
 DAY: tuple[int, int, int] = (2024, 7, 26)
-"""The date that `strftime_now` tells: prompts do not change from day to day. It is the default of Llama's templates."""
+"""The date that `strftime_now` returns: prompts are the same every day. It is the default of Llama's templates."""
 
 _MAX_MESSAGE_CHARS = 500
 
 
 class _TooLongError(Exception):
-  """The text is longer than any context."""
+  """The text is longer than `MAX_CHARS`."""
 
 
 class _Generation(jinja2.ext.Extension):
-  """`{% generation %}` ... `{% endgeneration %}` around an assistant's words: here they are just its words."""
+  """The block `{% generation %}` ... `{% endgeneration %}` around an assistant's text, rendered as its content."""
 
   tags = {"generation"}  # noqa: RUF012 (the base class declares a plain set)
 
@@ -53,7 +51,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def make_environment() -> jinja2.Environment:
-  """Returns the environment that templates of checkpoints are written for: sandboxed, with what they call."""
+  """Returns a sandboxed environment with the filters and functions that templates of checkpoints use."""
 
   def refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
@@ -70,7 +68,7 @@ def make_environment() -> jinja2.Environment:
 
 
 def compile_all(environment: jinja2.Environment, sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
-  """Compiles the templates; what is wrong with one is a ValueError."""
+  """Compiles templates by name. Raises ValueError if one is invalid."""
   try:
     return {name: environment.from_string(source) for name, source in sources.items()}
   except jinja2.TemplateSyntaxError as error:
@@ -85,7 +83,7 @@ def render(template: jinja2.Template, values: Mapping[str, Any]) -> dict[str, An
   """Renders one conversation.
 
   Returns:
-    `{"text": ...}`; or `{"error": why, "bound": whether a limit was met, whatever the messages}`.
+    `{"text": ...}` or `{"error": reason, "bound": flag}`. The flag is true if the template exceeded a limit.
   """
   random.seed(0)  # The filter `random` and the function `lipsum` draw from it.
   pieces, size = [], 0
@@ -102,7 +100,7 @@ def render(template: jinja2.Template, values: Mapping[str, Any]) -> dict[str, An
     return {"error": f"fails: the text has more than {MAX_CHARS} characters", "bound": True}
   except MemoryError:
     return {"error": f"fails: rendering takes more than {MEMORY_BYTES >> 20} MiB", "bound": True}
-  except Exception as error:  # noqa: BLE001 (its code is a program: it divides by zero, recurses without end, ...)
+  except Exception as error:  # noqa: BLE001 (a template is a program and may raise anything)
     # The sandbox refuses long ranges by an OverflowError.
     bound = isinstance(error, OverflowError | RecursionError)
     return {"error": f"fails: {error!r:.{_MAX_MESSAGE_CHARS}}", "bound": bound}
@@ -110,7 +108,7 @@ def render(template: jinja2.Template, values: Mapping[str, Any]) -> dict[str, An
 
 @contextlib.contextmanager
 def _limited_time() -> Any:
-  """Ends the process, inside a long operation too, when the block takes longer than it may."""
+  """Ends the process if the block exceeds the time limits, even inside one long operation."""
   signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
   signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
   try:
@@ -120,38 +118,16 @@ def _limited_time() -> Any:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _limit_memory() -> None:
-  """Limits the address space to what is used now and `MEMORY_BYTES` (where /proc tells what is used)."""
-  with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
-    wanted = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _prepare() -> TextIO:
-  """Sets signals and limits; returns standard output, which from here on leads nowhere for everything else."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # An interrupt of the terminal is for the caller, who ends this process.
-  for number in (signal.SIGPROF, signal.SIGALRM):  # A caller may have blocked or ignored them, which is inherited.
-    signal.signal(number, signal.SIG_DFL)
-  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
-  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-  output = os.fdopen(os.dup(1), "w", encoding="ascii")
-  os.dup2(2, 1)
-  _limit_memory()
-  return output
-
-
 def _reply(output: TextIO, answer: Callable[[], Any]) -> Any:
   with _limited_time():
     value = answer()
   output.write(json.dumps(value) + "\n")
-  output.flush()
 
 
 def main() -> None:
-  """Renders until the other end closes."""
-  output = _prepare()
+  """Answers requests until the input ends."""
+  output = child_process.take_output()
+  child_process.limit_memory(MEMORY_BYTES)
   environment = make_environment()
   templates: dict[str, jinja2.Template] = {}
 
@@ -165,7 +141,7 @@ def main() -> None:
   _reply(output, compile_them)
   for line in sys.stdin:
     name, values = json.loads(line)
-    _reply(output, lambda: render(templates[name], values))  # noqa: B023 (it is called at once)
+    _reply(output, lambda: render(templates[name], values))  # noqa: B023 (called at once)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The trial of an untrusted tokenizer, run as a program by `hf_tokenizer` in a limited process.
+"""The trial of an untrusted tokenizer, which `hf_tokenizer` runs as a program in a limited process.
 
-A `tokenizer.json` may make the package `tokenizers` panic, hold it up for hours or let a text grow beyond all memory,
-while it is loaded or only when it encodes or decodes. Here it is loaded, what its parts can do to the length of a text
-is added up, and it meets the texts that are most likely to bring it down.
+A `tokenizer.json` may make the package `tokenizers` panic, run for hours or use all memory, when it is loaded or only
+when it encodes or decodes. The trial loads it, computes how much longer its parts can make a text, and then tries the
+texts most likely to cause failures.
 
-This module imports nothing of the library, whose own imports would cost more than the rest of the start.
+This module imports nothing from the library, which would take longer than the trial.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_GROWTH = 1024.0
-"""By which the parts of a tokenizer together may make a text longer. A published one with the table of NFKC, which can
-make 33 bytes of one character, comes to 400."""
+"""Largest factor by which all parts of a tokenizer together may lengthen a text. A published tokenizer with the NFKC
+table, which can turn one character into 33 bytes, reaches 400."""
 MAX_IDS_PER_BYTE = 64
 MAX_SECONDS = 1.0
-"""For one text of the trial; a published tokenizer takes milliseconds."""
+"""Time for each text of the trial; a published tokenizer takes milliseconds."""
 
 _CHARS = "aA1 \n.'_-é中\u0300"
-"""One of each kind that patterns tell apart."""
+"""One character of each kind that patterns distinguish."""
 _LONG_CHARS = "a1 \n.中"
 _LONG, _SHORT = 20_000, 2_000
 _MAX_LITERALS = 48
@@ -38,16 +38,16 @@ def build(serialized: str, added: Sequence[Mapping[str, Any]] = ()) -> Any:
 
   Args:
     serialized: the text of a `tokenizer.json`.
-    added: tokens besides; see `added_tokens.read`.
+    added: further tokens; see `added_tokens.read`.
 
   Raises:
-    ValueError: it is no tokenizer, or a token cannot have its `id`.
+    ValueError: the text is not a tokenizer, or a token cannot have its `id`.
   """
   import tokenizers
 
   with_failures_named = _named_failure("not a tokenizer")
   backend = with_failures_named(lambda: tokenizers.Tokenizer.from_str(serialized))
-  # Neither has a part in what is encoded: nothing is added to it, and nothing cut off.
+  # Encoding must add nothing and cut nothing off.
   backend.post_processor = None
   backend.no_truncation()
   backend.no_padding()
@@ -68,7 +68,7 @@ def _named_failure(what: str) -> Callable[[Callable[[], Any]], Any]:
 
 
 def is_failure(error: BaseException) -> bool:
-  """Whether an exception is of the package's own: plain `Exception`s, and panics, which are not even that."""
+  """Whether the package raised an exception: a plain `Exception`, or a panic, which is not an `Exception`."""
   return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
@@ -102,13 +102,13 @@ def check(serialized: str, added: Sequence[Mapping[str, Any]]) -> None:
   """Tries a tokenizer out.
 
   Raises:
-    ValueError: what is wrong with it.
+    ValueError: the tokenizer fails; the message says how.
   """
   backend = build(serialized, added)
   declared = json.loads(serialized)["added_tokens"]
   overridden = {token["content"] for token in added}
   for token in declared:
-    if token["content"] and token["content"] not in overridden:  # an empty one is not added
+    if token["content"] and token["content"] not in overridden:  # The package does not add empty ones.
       _check_id(backend, token["content"], token["id"])
   ids = list(backend.get_vocab(with_added_tokens=True).values())
   if max(ids, default=0) >= _MAX_ID or len(set(ids)) < len(ids):
@@ -120,8 +120,8 @@ def check(serialized: str, added: Sequence[Mapping[str, Any]]) -> None:
     for part in wanted:
       factor *= growth(parts[part])
     if factor > MAX_GROWTH:
-      raise ValueError(f"what is {name} may grow {MAX_GROWTH:g} times; with this {' and '.join(wanted)} it can grow "
-                       f"{factor:.3g} times.")  # fmt: skip
+      raise ValueError(f"{name} text may be {MAX_GROWTH:g} times as long; with this {' and '.join(wanted)} it can be "
+                       f"{factor:.3g} times as long.")  # fmt: skip
   for text in _texts(parts):
     _try_text(backend, text)
   _try_decoding(backend, sorted(ids))
@@ -132,7 +132,7 @@ def _parsed(part: Any) -> Any:
 
 
 def growth(part: Any) -> float:
-  """The most that a normalizer, pre-tokenizer or decoder, as `tokenizer.json` writes it, multiplies a text's bytes by.
+  """The largest factor by which a normalizer, pre-tokenizer or decoder can multiply the bytes of a text.
 
   >>> growth({"type": "Replace", "pattern": {"String": "x"}, "content": "xxxx"})
   4.0
@@ -148,21 +148,21 @@ def growth(part: Any) -> float:
   elif kind == "Replace":
     pattern = part["pattern"].get("String")
     size = len(part["content"].encode())
-    # An expression may match nothing, before every character.
+    # A regular expression may match the empty text before every character.
     factor = size / len(pattern.encode()) if pattern else float(size + 1)
   elif kind == "Prepend":
     factor = 1.0 + len(part["prepend"].encode())
   elif kind == "Precompiled":
     factor = float(max(map(len, base64.b64decode(part["precompiled_charsmap"]).split(b"\0"))))
   elif kind == "Metaspace":
-    factor = 4.0  # a space, or a beginning, becomes a character
+    factor = 4.0  # A space, or the beginning, becomes a character.
   elif kind in ("ByteLevel", "BertNormalizer", "WordPiece", "BPEDecoder"):
     factor = 2.0
   return max(factor, 1.0)
 
 
 def _literals(part: Any) -> Iterator[str]:
-  """The texts that a part looks for: what stands in its patterns, as a whole and character by character."""
+  """The texts that a part searches for: its patterns, whole, in pieces and as single characters."""
   if isinstance(part, list):
     for inner in part:
       yield from _literals(inner)
@@ -182,7 +182,7 @@ def _texts(parts: Mapping[str, Any]) -> Iterator[str]:
   yield (string.printable + "The quick brown fox.\n") * (2 * _LONG // len(string.printable))
   found = dict.fromkeys([*_CHARS, *_literals(list(parts.values()))])
   for literal in [x for x in found if x][:_MAX_LITERALS]:
-    yield literal * (_SHORT // len(literal)) + "\x01"  # an end that no pattern expects
+    yield literal * (_SHORT // len(literal)) + "\x01"  # No pattern expects this end.
   for char in _LONG_CHARS:
     yield char * _LONG
 
@@ -194,7 +194,7 @@ def _try_text(backend: Any, text: str) -> None:
   try:
     ids = backend.encode(text, add_special_tokens=False).ids
   except BaseException as error:
-    if type(error) is not Exception:  # such a one says that the vocabulary does not cover the text, which is no harm
+    if type(error) is not Exception:  # A plain one only says that the vocabulary lacks a character.
       raise ValueError(f"encoding {shown} fails: {error}") from error
   seconds = time.process_time() - began
   if seconds > MAX_SECONDS:
@@ -216,7 +216,7 @@ def _try_decoding(backend: Any, ids: list[int]) -> None:
 
 
 def main() -> None:
-  """Reads `[serialized, added]`; writes null, or what is wrong with the tokenizer."""
+  """Reads `[serialized, added]` and writes null, or why the tokenizer fails."""
   error: str | None = None
   try:
     check(*json.load(sys.stdin))

@@ -1,4 +1,4 @@
-"""Tokens that a checkpoint names in other files than `tokenizer.json`, read as transformers reads them."""
+"""Tokens named in files other than `tokenizer.json`, read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_ID = 2**31
 
 
 def token_text(path: pathlib.Path, key: str, token: Any) -> str:
-  """The text of a token as `tokenizer_config.json` writes it: a string, or an object with its `content`."""
+  """Returns the text of a token in `tokenizer_config.json`, where it is a string or an object with `content`."""
   text = token.get("content") if isinstance(token, dict) else token
   if not isinstance(text, str):
     raise ValueError(f"{path}: {key} must be a token; received {token!r:.200}.")
@@ -25,13 +25,13 @@ def token_text(path: pathlib.Path, key: str, token: Any) -> str:
 
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:
-  """The special tokens by the names that templates read them by: `bos_token`, `eos_token`, ...
+  """Returns the special tokens by the names that templates use: `bos_token`, `eos_token`, ...
 
-  As in transformers, the older `special_tokens_map.json` counts more than `tokenizer_config.json`, but not at all where
-  that has an `added_tokens_decoder`. A warning tells of tokens that one of them therefore names in vain.
+  As in transformers, the older `special_tokens_map.json` takes precedence over `tokenizer_config.json`, but is ignored
+  if that has an `added_tokens_decoder`. Logs a warning for each token on which the files differ.
 
   Raises:
-    ValueError: a file that cannot be read, or a name with anything else than a token; the message names it.
+    ValueError: a file cannot be read, or a name has a value that is not a token; the message names it.
   """
   settings, older = _texts(directory / _SETTINGS), _texts(directory / _MAP)
   only_newer = "added_tokens_decoder" in untrusted_files.read_object_if_there(directory / _SETTINGS)
@@ -39,7 +39,7 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
   for key, value in older.items():
     if settings.get(key, None if only_newer else value) != value:
       logging.warning(
-        "%s: %s is %.100r in %s and %.100r in %s; taken is %.100r.",
+        "%s: %s is %.100r in %s and %.100r in %s; using %.100r.",
         directory, key, settings.get(key), _SETTINGS, value, _MAP, tokens.get(key),
       )  # fmt: skip
   return tokens
@@ -53,14 +53,14 @@ def _texts(path: pathlib.Path) -> dict[str, str]:
 
 
 def read(directory: pathlib.Path) -> list[dict[str, Any]]:
-  """All tokens that the files beside `tokenizer.json` name, with the ids that they give them.
+  """Reads all tokens that the files beside `tokenizer.json` name.
 
   Returns:
-    Objects with `content` and `special`, `id` where a file gives one, and `flags` (those of `tokenizers.AddedToken`)
-    where a file sets some, which count more than those in `tokenizer.json`; each token once, those with ids first.
+    One object per token, those with ids first. Each has `content` and `special`, an `id` if a file gives one, and
+    `flags` (those of `tokenizers.AddedToken`) if a file sets some. Flags override those in `tokenizer.json`.
 
   Raises:
-    ValueError: a file that cannot be read as what it should be, a token with two ids, or an id with two tokens.
+    ValueError: a file is invalid, a token has two ids, or an id has two tokens.
   """
   settings = untrusted_files.read_object_if_there(directory / _SETTINGS)
   special = dict.fromkeys(_special(directory, settings))
@@ -96,7 +96,7 @@ def _from_settings(directory: pathlib.Path, settings: Mapping[str, Any]) -> Iter
 
 
 def _from_added(directory: pathlib.Path, special: Mapping[str, Any]) -> Iterator[tuple[pathlib.Path, str, Any]]:
-  """Yields the same of `added_tokens.json`, where a token's flags are not said."""
+  """Yields `(file, content, token)` of `added_tokens.json`, which holds no flags."""
   path = directory / _ADDED
   for content, number in untrusted_files.read_object_if_there(path).items():
     yield path, content, {"content": content, "id": _checked_id(path, content, number), "special": content in special}
@@ -109,9 +109,9 @@ def _checked_id(path: pathlib.Path, content: str, number: Any) -> int:
 
 
 def _special(directory: pathlib.Path, settings: Mapping[str, Any]) -> list[str]:
-  """The special tokens that files list, in the order in which transformers adds those that have no ids.
+  """The special tokens that files list, in the order in which transformers adds those without ids.
 
-  Where there is an `added_tokens_decoder` it does not read the older file.
+  It does not read the older file if there is an `added_tokens_decoder`.
   """
   names = (_SETTINGS,) if "added_tokens_decoder" in settings else (_SETTINGS, _MAP)
   files = [_listed(directory / name) for name in names]
@@ -120,7 +120,7 @@ def _special(directory: pathlib.Path, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _listed(path: pathlib.Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-  """`(key, token)` of the special tokens with names of their own, and of the others, in a file."""
+  """Lists `(key, token)` of the special tokens in a file: those of single-token keys, and those of list keys."""
   values = untrusted_files.read_object_if_there(path)
   named = [(key, values[key]) for key in _NAMED if values.get(key) is not None]
   others = []

@@ -1,4 +1,4 @@
-"""Reading one tool call; see `tool_calls` for the forms and for where a call ends."""
+"""A reader of single tool calls; see `tool_calls` for their forms and their ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SIGN = re.compile(
   r"""|(?P<object>\{\s*")"""
   r"""|(?P<fragment>["']?\bname["']?\s*:\s*["'][^"'\\\n]*["']\s*,\s*["']?(?:arguments|parameters)["']?\s*:)"""
 )
-"""The next place to look at outside of calls. A fragment is the inside of a call's JSON where no object is."""
+"""The next place to examine outside of calls. A fragment is the inside of a call's JSON without an object around it."""
 _LIKE_A_CALL = re.compile(
   r"""\{\s*"(?:type"\s*:\s*"function"|(?:name|function|arguments|parameters)(?:"\s*(?::|\Z)|\Z))"""
 )
-"""The beginning of JSON that must be a call where it is not valid."""
+"""The beginning of JSON that must be a call. Invalid JSON of this form is an error."""
 _JSON_MARK = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\]]', re.DOTALL)
 _BLANKS = re.compile(r"\s*")
 _NAME: Mapping[str, re.Pattern[str]] = {
@@ -35,7 +35,7 @@ _KEY: Mapping[str, re.Pattern[str]] = {
   "key_values": re.compile(r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>"),
 }
 _CLOSED = r"((?:</tool_call>\s*)+|(?=<tool_call>|\Z))"
-"""The group is empty where `</tool_call>` is missing; some models write it twice."""
+"""The group is empty if `</tool_call>` is missing. Some models write it twice."""
 _END_OF_CALL: Mapping[str, re.Pattern[str]] = {
   "json_tags": re.compile(rf"\s*{_CLOSED}"),
   "xml": re.compile(rf"</function>\s*{_CLOSED}"),
@@ -66,11 +66,11 @@ class ToolCall:
 
 
 class MalformedCall(ValueError):
-  """A call that cannot be read.
+  """A call that cannot be parsed.
 
   Args:
-    why: for the model to read.
-    place: where reading gave up; what stands before belongs to the call.
+    why: the reason, for the model to read.
+    place: where parsing stopped. The text before it belongs to the call.
   """
 
   def __init__(self, why: str, place: int):
@@ -83,8 +83,8 @@ class CallReader:
 
   Args:
     text: the action.
-    style: how it writes calls.
-    schemas: parameters of each tool on offer, by its name.
+    style: form of its calls.
+    schemas: schema of the parameters of each tool, by name.
   """
 
   def __init__(self, text: str, style: Style, schemas: Mapping[str, Any]):
@@ -92,13 +92,16 @@ class CallReader:
     self._style = style
     self._schemas = schemas
     self._known_json = 0
-    """End of the last object that was read; inside of it only what begins like a call is read again."""
+    """End of the last JSON object. Inside it, only text that begins like a call is examined again."""
 
   def read(self, sign: re.Match[str]) -> tuple[ToolCall | None, int]:
-    """The call that begins at a match of `SIGN`, None if there is only text; and where it ends.
+    """Reads the call at a match of `SIGN`.
+
+    Returns:
+      The call, or None if there is only text, and its end.
 
     Raises:
-      MalformedCall: it cannot be read.
+      MalformedCall: the call cannot be parsed.
     """
     if sign["object"]:
       return self._bare_object(sign.start())
@@ -118,13 +121,13 @@ class CallReader:
       call, place = self._from_tags(sign.end())
     end = _END_OF_CALL[self._style].match(self._text, place)
     if end is None:
-      raise MalformedCall("not valid JSON (there is text behind it)", self._rest_of_call(place))
+      raise MalformedCall("not valid JSON (text follows it)", self._rest_of_call(place))
     if not end[1]:
       raise MalformedCall("</tool_call> is missing", place)
     return call, end.end()
 
   def _bare_object(self, begin: int) -> tuple[ToolCall | None, int]:
-    """JSON without tags."""
+    """Reads JSON without tags."""
     must_be_call = _LIKE_A_CALL.match(self._text, begin) is not None
     if not must_be_call and begin < self._known_json:
       return None, begin + 1
@@ -155,11 +158,11 @@ class CallReader:
 
   def _call(self, name: str, arguments: Mapping[str, Any], place: int) -> ToolCall:
     if self._schemas and name not in self._schemas:
-      raise MalformedCall(f"there is no tool {name!r:.100}; there are {', '.join(self._schemas)}", place)
+      raise MalformedCall(f"no tool {name!r:.100}; available: {', '.join(self._schemas)}", place)
     return ToolCall(name=name, arguments=arguments)
 
   def _python(self, begin: int) -> tuple[ToolCall, int]:
-    """What `<|python_tag|>` announces: a call in JSON, `NAME(KEY=JSON, ...)` of a tool, or code."""
+    """Reads the text after `<|python_tag|>`: a call in JSON, `NAME(KEY=JSON, ...)`, or code."""
     begin, end = _skip_blanks(self._text, begin), len(self._text)
     if _LIKE_A_CALL.match(self._text, begin):
       value, end = _decode(self._text, begin)
@@ -172,14 +175,14 @@ class CallReader:
     if code.endswith(_END_OF_THOUGHT):
       code = code.partition("\n<think>")[0].rstrip()
     if not code:
-      raise MalformedCall(f"no code behind {_PYTHON_TAG}", end)
+      raise MalformedCall(f"no code after {_PYTHON_TAG}", end)
     tools = [name for name, schema in self._schemas.items() if "code" in schema.get("properties", {})]
     if self._schemas and not tools:
-      raise MalformedCall(f"no tool runs code; there are {', '.join(self._schemas)}", end)
+      raise MalformedCall(f"no tool runs code; available: {', '.join(self._schemas)}", end)
     return ToolCall(name=tools[0] if tools else "python", arguments={"code": code}), end
 
   def _keywords(self, place: int) -> tuple[dict[str, Any], int]:
-    """`KEY=JSON, ...)`."""
+    """Reads arguments of the form `KEY=JSON, ...)`."""
     arguments: dict[str, Any] = {}
     while not self._text.startswith(")", place):
       keyword = _KEYWORD.match(self._text, place)
@@ -196,17 +199,17 @@ class CallReader:
     return arguments, place + 1
 
   def _from_tags(self, place: int) -> tuple[ToolCall, int]:
-    """A call up to the tags that end it."""
+    """Reads a call up to its closing tags."""
     named = _NAME[self._style].match(self._text, place)
     if named is None:
-      raise MalformedCall("no function's name in it", place)
+      raise MalformedCall("it has no function name", place)
     place = named.end()
     properties = self._schemas.get(named[1], {}).get("properties", {})
     arguments: dict[str, Any] = {}
     while not _END_OF_CALL[self._style].match(self._text, place):
       key = _KEY[self._style].match(self._text, place)
       if key is None:
-        # A word behind <tool_call> names a function only if arguments follow it.
+        # A word after <tool_call> is a function name only if arguments follow it.
         is_call = self._style == "xml" or arguments or self._text.startswith("<arg_key>", place)
         raise MalformedCall(_ILL_FORMED, self._rest_of_call(place) if is_call else place)
       name = key[1].strip()
@@ -229,20 +232,20 @@ class CallReader:
     raise MalformedCall(_ILL_FORMED, len(self._text))
 
   def _rest_of_call(self, place: int) -> int:
-    """As far as a malformed call may reach: to the next `</tool_call>` that no string ends with, else to the end."""
+    """Returns the farthest end of a malformed call: the next unquoted `</tool_call>`, or the end of the text."""
     end = _UNQUOTED_END.search(self._text, place)
     return end.start() if end else len(self._text)
 
 
 def _refuse(constant: str) -> NoReturn:
-  raise ValueError(f"{constant} is no JSON")
+  raise ValueError(f"{constant} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _decode(text: str, place: int) -> tuple[Any, int]:
-  """The JSON value that begins at a place, and where it ends."""
+  """Reads the JSON value at a place; returns it and its end."""
   end = _end_of_brackets(text, place)
   try:
     value, length = _DECODER.raw_decode(text[place:end])
@@ -254,7 +257,7 @@ def _decode(text: str, place: int) -> tuple[Any, int]:
 
 
 def _end_of_brackets(text: str, place: int) -> int:
-  """Where the bracket at a place is closed, strings apart; else the end of the text."""
+  """Returns the end of the bracket at a place, ignoring brackets in strings. Without one, the end of the text."""
   depth = 0
   for mark in _JSON_MARK.finditer(text, place) if text.startswith(("{", "["), place) else ():
     if not mark[0].startswith('"'):
@@ -271,7 +274,7 @@ def _skip_blanks(text: str, place: int) -> int:
 
 
 def _value(text: str, kind: str | None) -> Any:
-  """The value of an argument: as it is where the schema says string, else JSON where it is JSON."""
+  """Returns the value of an argument: the text if its type is string or it is not JSON, else its JSON value."""
   if kind == "string":
     return text
   try:

@@ -1,4 +1,4 @@
-"""A checkpoint's conversation: its tokenizer, its template and its form of tool calls, read together."""
+"""The chat format of a checkpoint: its tokenizer, chat template and form of tool calls."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from sao_jax.tokenizers.tool_calls import ParsedAction, Style
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-  """How an environment talks to a checkpoint; what `envs.chat` asks for."""
+  """The chat format of a checkpoint; it implements `envs.chat.ChatFormat`."""
 
   tokenizer: HFTokenizer
   template: ChatTemplate
   style: Style | None = None
-  """How actions call tools; None: the template teaches no calls, and an action is all content."""
+  """Form of tool calls. None if the template teaches none; an action is then all content."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Switches of the template, for every rendering: `{"enable_thinking": False}`. For templates that tell the date it is
-  always 26 July 2024; those that read it as a switch (Llama's `date_string`) can be told another."""
+  """Switches of the template for every rendering, such as `{"enable_thinking": False}`. The date is always 26 July 2024
+  unless the template has a switch for it, as Llama's does (`date_string`)."""
 
   @classmethod
   def load(cls, checkpoint: str | pathlib.Path, **options: Any) -> Chat:
-    """Reads a checkpoint directory of Hugging Face, or a GGUF file.
+    """Reads a Hugging Face checkpoint directory or a GGUF file.
 
-    A warning tells of a template that ends a turn with another token than the checkpoint's stop tokens.
+    Logs a warning if the template ends a turn with a token that is not a stop token of the checkpoint.
 
     Args:
       checkpoint: the directory, or a file whose name ends in `.gguf`.
@@ -46,27 +46,27 @@ class Chat:
     return cls(tokenizer=tokenizer, template=template, style=tool_calls.style_of(template.source), options=options)
 
   def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The first text of an episode.
+    """Returns the first text of an episode.
 
     Raises:
-      ValueError: tools are on offer, but the template teaches no calls.
+      ValueError: tools are given, but the template teaches no tool calls.
     """
     if tools and self.style is None:
-      raise ValueError("the checkpoint's chat template teaches no tool calls; offer it no tools.")
+      raise ValueError("the checkpoint's chat template teaches no tool calls; pass no tools.")
     return self.template.render(messages, tools=list(tools) or None, **self.options)
 
   def between(self, messages: Sequence[Message], *, ended_with: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The text from an action's end up to the next action, `messages` in between; see `ChatTemplate.between`.
+    """Returns the text between two actions; see `ChatTemplate.between`.
 
     Args:
-      messages: tool results, or the user's words.
-      ended_with: text of the action.
-      tools: those of the episode's `prompt`.
+      messages: tool results or user messages after the first action.
+      ended_with: text of the first action.
+      tools: the same tools as in `prompt`.
     """
     return self.template.between(messages, ended_with=ended_with, tools=list(tools) or None, **self.options)
 
   def parse(self, action: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAction:
-    """Takes an action apart; see `tool_calls.parse`. Without tools nothing is a call."""
+    """Parses an action; see `tool_calls.parse`. Without tools, it finds no calls."""
     stop_tokens = self.tokenizer.stop_tokens
     if not tools or self.style is None:
       return ParsedAction(content=tool_calls.content(action, stop_tokens))

@@ -1,4 +1,4 @@
-"""A checkpoint's own chat template (jinja2): messages to text, and what stands between two actions."""
+"""Chat templates of checkpoints (jinja2): messages as text, and the text between two actions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sao_jax.tokenizers.template_renderer import RefusedError, TemplateRenderer
 from sao_jax.utils import untrusted_files
 
 Message: TypeAlias = Mapping[str, Any]
-"""`{"role": ..., "content": ...}`, with `tool_calls` and what else the template reads."""
+"""`{"role": ..., "content": ...}`, with `tool_calls` and any other keys that the template reads."""
 
 _ACTION = "f5b1c09d"
-"""Stands for an action whose surroundings are looked for; no template changes or contains it."""
+"""Placeholder for an action in the search for its surroundings. No template changes or contains it."""
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _PLAIN_ACTION: Mapping[str, Any] = {"role": "assistant", "content": _ACTION}
 _USER: Mapping[str, Any] = {"role": "user", "content": "."}
@@ -27,25 +27,25 @@ _TOOL: Mapping[str, Any] = {
 
 
 class ChatTemplate:
-  """Renders messages the way the checkpoint was trained to read them.
+  """Renders messages in the format that the checkpoint was trained on.
 
-  What others than the assistant say is foreign text: control tokens that it spells out are marked (see `quoting`), and
-  `HFTokenizer` encodes them as plain text. Sampled actions never pass through here, so they are never re-encoded: a
-  conversation goes on with `between`, which gives only the new text.
+  Messages of all roles but the assistant are foreign text. Control tokens in them are marked (see `quoting`), and
+  `HFTokenizer` encodes those as plain text. Sampled actions are never rendered, so they are never encoded again: a
+  conversation continues with `between`, which returns only the new text.
 
   A template is an untrusted file. It is compiled and rendered in a process with limits of time, memory and output (see
-  `template_renderer`), and tried on short conversations at once. `strftime_now` gives 26 July 2024 on every day.
+  `template_renderer`). The constructor tries it on short conversations. `strftime_now` always gives 26 July 2024.
 
   Args:
-    source: the template; or templates by name, as in transformers: "tool_use" is for renderings with tools, "default"
-      for all others, and for those with tools where there is no "tool_use". Other names are not read.
+    source: the template, or templates by name, as in transformers. "tool_use" is for renderings with tools. "default"
+      is for all others, and for those with tools if there is no "tool_use". Other names are ignored.
     stop_tokens: tokens that end an action.
-    control_tokens: what contents must not forge; `HFTokenizer.control_tokens`.
-    variables: what else the template may read: `bos_token`, `eos_token`, ...
+    control_tokens: tokens that contents must not forge, as in `HFTokenizer.control_tokens`.
+    variables: further variables of the template: `bos_token`, `eos_token`, ...
 
   Raises:
-    ValueError: jinja2 cannot read a template, it meets a limit on a short conversation, or no template has one of the
-      two names.
+    ValueError: jinja2 cannot read a template, a short conversation exceeds a limit, or no template has one of the two
+      names.
   """
 
   def __init__(
@@ -76,14 +76,14 @@ class ChatTemplate:
   def load(
     cls, directory: str | pathlib.Path, *, stop_tokens: Sequence[str], control_tokens: Sequence[str]
   ) -> ChatTemplate:
-    """Reads the templates of a checkpoint directory where transformers finds them.
+    """Reads the templates of a checkpoint directory from the same files as transformers.
 
-    These are `chat_template.jinja` ("default") and `additional_chat_templates/NAME.jinja`; where there are none of
-    these files, the `chat_template` of `tokenizer_config.json`: one template, or a list of named ones.
+    These are `chat_template.jinja` ("default") and `additional_chat_templates/NAME.jinja`. If none of them exists, it
+    is the `chat_template` of `tokenizer_config.json`: one template, or a list of named ones.
 
     Raises:
-      FileNotFoundError: the directory holds none.
-      ValueError: a file that cannot be read as what it should be; and see the class.
+      FileNotFoundError: the directory holds no template.
+      ValueError: a file is invalid, or the class refuses its template.
     """
     directory = pathlib.Path(directory)
     path = directory / "tokenizer_config.json"
@@ -107,16 +107,16 @@ class ChatTemplate:
     add_generation_prompt: bool = True,
     **options: Any,
   ) -> str:
-    """The conversation as text, ending where the next action begins.
+    """Returns the conversation as text, up to the beginning of the next action.
 
     Args:
-      messages: the conversation. A key whose value is None counts as missing, as in transformers.
-      tools: functions on offer, as JSON schemas in the form of the OpenAI API.
-      add_generation_prompt: False ends after the last message.
+      messages: the conversation. A key with value None counts as missing, as in transformers.
+      tools: functions that the model may call, as JSON schemas in the form of the OpenAI API.
+      add_generation_prompt: False ends the text after the last message.
       **options: switches of the template, such as `enable_thinking`.
 
     Raises:
-      ValueError: the template refuses the messages, or meets a limit.
+      ValueError: the template refuses the messages, or the rendering exceeds a limit.
     """
     values = {
       **self._variables,
@@ -136,19 +136,19 @@ class ChatTemplate:
     tools: Sequence[Mapping[str, Any]] | None = None,
     **options: Any,
   ) -> str:
-    """The text from the end of an action to the beginning of the next, with `messages` in between.
+    """Returns the text from the end of an action to the beginning of the next.
 
     Args:
-      messages: the environment's words: tool results (`{"role": "tool", "content": ..., "name": ...,
-        "tool_call_id": ...}`) or the user's.
-      ended_with: text of the action. Where it ends with a stop token, the template's own token for the end of a turn is
-        not written again, whichever it is. A token that begins the next turn is left out only where the action ends
-        with that very one.
+      messages: messages of the environment between the actions: tool results (`{"role": "tool", "content": ...,
+        "name": ..., "tool_call_id": ...}`) or user messages.
+      ended_with: text of the first action. If it ends with any stop token, the template's token for the end of a turn
+        is left out. A token that begins the next turn is left out only if the action ends with the same token.
       tools: as for `render`.
       **options: as for `render`.
 
     Raises:
-      ValueError: the template refuses the messages, meets a limit, or does not write an assistant's content as it is.
+      ValueError: the template refuses the messages, the rendering exceeds a limit, or the template changes an
+        assistant's content.
     """
     options = {"tools": tools, **options}
     ended = next((token for token in self._stop_tokens if ended_with.endswith(token)), "")
@@ -156,17 +156,17 @@ class ChatTemplate:
     for action in _actions(messages):
       try:
         return self._after(action, messages, ended=ended, options=options)
-      except RefusedError as error:  # Another form of the action may be accepted.
+      except RefusedError as error:  # The template may accept another form of the action.
         refusals.append(error)
     raise refusals[-1]
 
   def _after(self, action: Message, messages: Sequence[Message], *, ended: str, options: Mapping[str, Any]) -> str:
-    """`between` for one form of the action; `ended` is the stop token that it ends with, if any."""
+    """Does the work of `between` for one form of the action. `ended` is the stop token at its end, or empty."""
     rest = self._rest(action, messages, options)
     is_call = "tool_calls" in action
     if not is_call and not ended:
       return rest
-    # A token ends the turn if it stands there too where nothing follows, or something else.
+    # A token ends the turn if it is also there when nothing follows, or when something else follows.
     alone = self._rest_if_accepted(action, [], {**options, "add_generation_prompt": False})
     other = self._rest_if_accepted(action, [_RESULT if messages and messages[0]["role"] == "user" else _USER], options)
     for text in (alone, other):
@@ -175,19 +175,19 @@ class ChatTemplate:
       if found:
         place, token = min(found)
         return rest[place + len(token) :] if ended else rest[place:]
-    # Nothing ends the turn but the token that begins the next one.
+    # Only the token that begins the next turn ends this one.
     if is_call:
       if alone is None or not rest.startswith(alone):
-        raise RefusedError("the chat template must end tool calls with a stop token, or turns cannot be told.")
+        raise RefusedError("the chat template must end tool calls with a stop token, to separate turns.")
       rest = rest[len(alone) :]
     return rest.lstrip().removeprefix(ended) if ended and rest.lstrip().startswith(ended) else rest
 
   def _rest(self, action: Message, following: Sequence[Message], options: Mapping[str, Any]) -> str:
-    """What the template writes after an action, or after the arguments of its last call."""
+    """Returns the template's text after an action, or after the arguments of its last call."""
     text = self.render([_USER, action, *following], **options)
     before, found, rest = text.rpartition(_ACTION)
     if not found or ("tool_calls" not in action and _ACTION in before):
-      raise RefusedError("the chat template must write an assistant's content exactly once, or turns cannot be told.")
+      raise RefusedError("the chat template must write an assistant's content exactly once, to separate turns.")
     return rest
 
   def _rest_if_accepted(self, action: Message, following: Sequence[Message], options: Mapping[str, Any]) -> str | None:
@@ -210,17 +210,17 @@ class ChatTemplate:
     return name
 
   def _try(self) -> None:
-    """Renders short conversations; only limits that they meet are errors."""
+    """Renders short conversations to see that they stay within the limits. Refusals are no errors."""
     for tools in (None, [_TOOL]):
       if tools is None and _DEFAULT not in self._named:
         continue
       for action in (None, *_actions([_RESULT])):
         messages = [_USER] if action is None else [_USER, action, _RESULT]
-        with contextlib.suppress(RefusedError):  # It may accept others, and says so then.
+        with contextlib.suppress(RefusedError):  # It may accept other messages.
           self.render(messages, tools=tools)
 
   def _find_turn_ends(self) -> tuple[str, ...]:
-    """The stop tokens, and the control token that ends the template's turns where that is none of them."""
+    """Returns the stop tokens, and the control token that ends the template's turns if it is not one of them."""
     options = {"tools": None if _DEFAULT in self._named else [_TOOL], "add_generation_prompt": False}
     rest = (self._rest_if_accepted(_PLAIN_ACTION, [], options) or "").lstrip()
     own = [] if any(token in rest for token in self._stop_tokens) else self._control_tokens
@@ -235,8 +235,8 @@ def _common_prefix(a: str, b: str) -> str:
 def _actions(messages: Sequence[Message]) -> Iterator[Message]:
   """Yields forms in which a template may accept the action before `messages`.
 
-  Where those are tool results, the action is their calls, with arguments as an object or as JSON text: some templates
-  look for the calls that results belong to. Others do not write calls; for them the action is text.
+  Before tool results, the action has tool calls, with arguments as an object or as JSON text: some templates look for
+  the call of each result. Other templates do not write calls, and for them the action is text.
   """
   results = [message for message in messages if message["role"] == "tool"]
   arguments: tuple[Any, ...] = ({"x": _ACTION}, f'{{"x": "{_ACTION}"}}')
@@ -254,7 +254,7 @@ def _actions(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _template_files(directory: pathlib.Path) -> dict[str, str]:
-  """The templates that lie in files of their own; of names that are not read, the text is empty."""
+  """Reads the templates in files of their own, by name. Texts of unused names are empty."""
   paths = {path.name.removesuffix(".jinja"): path for path in directory.glob("additional_chat_templates/*.jinja")}
   own = directory / "chat_template.jinja"
   if own.exists():
@@ -264,7 +264,7 @@ def _template_files(directory: pathlib.Path) -> dict[str, str]:
 
 
 def _checked(found: Any) -> str | dict[str, str]:
-  """A template, or templates by name, as the `chat_template` of `tokenizer_config.json` gives them."""
+  """Checks the `chat_template` of `tokenizer_config.json`; returns a template, or templates by name."""
   if isinstance(found, list):
     if not all(isinstance(x, dict) and isinstance(x.get("name"), str) and "template" in x for x in found):
       raise ValueError(f"the list chat_template must hold objects with a name and a template; received {found!r:.200}.")

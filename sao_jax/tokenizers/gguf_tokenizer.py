@@ -1,4 +1,4 @@
-"""Tokenizer and chat template out of a GGUF file's metadata, through the optional `gguf` package."""
+"""The tokenizer and chat template in the metadata of a GGUF file, read with the optional `gguf` package."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from sao_jax.tokenizers.chat_template import ChatTemplate
 from sao_jax.tokenizers.hf_tokenizer import HFTokenizer
 from sao_jax.utils import untrusted_files
 
-_CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are found in text as wholes
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are matched whole in a text
 _SPLITS = ("gpt-2", "smollm")
 
 
 def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, ChatTemplate]:
-  """The tokenizer of a GGUF file, stopping at its end-of-sequence token, and its chat template.
+  """Loads the tokenizer of a GGUF file, with its end-of-sequence token as stop token, and its chat template.
 
   Args:
-    path: a file with a byte-level BPE vocabulary (`tokenizer.ggml.model` "gpt2") whose text is split as by GPT-2, or
-      that and digits one by one (`tokenizer.ggml.pre` "gpt-2", "smollm").
+    path: a file with a byte-level BPE vocabulary (`tokenizer.ggml.model` "gpt2") and the split of GPT-2
+      (`tokenizer.ggml.pre` "gpt-2"), perhaps with single digits ("smollm").
 
   Raises:
-    ValueError: another vocabulary or split, or no chat template; the message names it.
+    ValueError: the vocabulary or split is not supported, or there is no chat template; the message names it.
   """
   fields = untrusted_files.open_gguf(path).fields
 
@@ -47,7 +47,7 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
   tokens, kinds = get("tokenizer.ggml.tokens", list, str), get("tokenizer.ggml.token_type", list, int)
   merges = get("tokenizer.ggml.merges", list, str)
   if len(kinds) != len(tokens):
-    raise ValueError(f"{os.fspath(path)} has {len(tokens)} tokens and {len(kinds)} of their types.")
+    raise ValueError(f"{os.fspath(path)} must have a type for each token; received {len(kinds)} for {len(tokens)}.")
 
   def token(name: str) -> str:
     number = get(name, int)
@@ -69,7 +69,7 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
 
 
 def _serialize(tokens: list[str], merges: list[str], types: list[int], split: str) -> str:
-  """The vocabulary in the form of a `tokenizer.json`."""
+  """Returns the vocabulary as the text of a `tokenizer.json`."""
   byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
   digits = [{"type": "Digits", "individual_digits": True}] if split == "smollm" else []
   plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

@@ -14,27 +14,26 @@ from sao_jax.utils.extras import require_extra
 
 _MOST_BYTES = 1 << 28
 _NO_ID = 1 << 32
-"""Past every id that the package can hold."""
+"""Above every id that the package can hold."""
 
 
 class HFTokenizer:
-  """`tokenizer.json` of a checkpoint, as the engine wants it.
+  """A tokenizer read from a `tokenizer.json`. Thread-safe.
 
-  Nothing is added to what is encoded (no beginning-of-sequence token: a chat template writes its own), and nothing is
-  left out of what is decoded. Control tokens that text spells out are encoded as those tokens, except inside the marks
-  of `quoting`, which `ChatTemplate` puts around foreign text. Thread-safe.
+  Encoding adds no tokens: a chat template writes its own beginning-of-sequence token. Decoding leaves none out. A
+  control token spelled out in the text is encoded as that token, except inside the marks of `quoting`, which
+  `ChatTemplate` puts around foreign text.
 
   Args:
     serialized: the text of a `tokenizer.json`.
     stop_tokens: tokens that end an action; each must be one token of the vocabulary.
-
-    added_tokens: tokens besides, or other flags of those that are there; see `added_tokens.read`.
+    added_tokens: further tokens, or new flags of existing ones; see `added_tokens.read`.
 
   Raises:
-    ValueError: not the text of a tokenizer; one that panics, takes long or lets texts grow when it is tried out, in a
-      process with limits; an added token with another id than its own; a stop token that the vocabulary lacks, or none
-      given; or a tokenizer that writes a space before every text (as Llama 2's): observations are encoded piece by
-      piece, and would gain spaces.
+    ValueError: the text is not a tokenizer; the tokenizer fails its trial in a limited process, because it panics, is
+      slow or makes texts much longer; an added token has another id; `stop_tokens` is empty or names an unknown
+      token; or the tokenizer writes a space before every text, as Llama 2's does. Observations are encoded piece by
+      piece and would gain spaces.
   """
 
   def __init__(self, serialized: str, *, stop_tokens: Sequence[str], added_tokens: Sequence[Mapping[str, Any]] = ()):
@@ -57,15 +56,14 @@ class HFTokenizer:
     """Reads a checkpoint directory.
 
     Args:
-      directory: holds `tokenizer.json`, and the files that name its stop tokens and further tokens (see
+      directory: folder with `tokenizer.json` and the files that name stop tokens and further tokens (see
         `added_tokens`).
-      stop_tokens: None: those of `generation_config.json` (`eos_token_id`), else of `config.json`, else the
+      stop_tokens: None takes `eos_token_id` of `generation_config.json` or else of `config.json`, or else the
         `eos_token` of `tokenizer_config.json` or `special_tokens_map.json`.
 
     Raises:
-      FileNotFoundError: no `tokenizer.json` there.
-      ValueError: a file that cannot be read as what it should be; no file names a stop token, or one names a token
-        that the vocabulary lacks.
+      FileNotFoundError: the directory has no `tokenizer.json`.
+      ValueError: a file is invalid, no file names a stop token, or a stop token is not in the vocabulary.
     """
     path = pathlib.Path(directory) / "tokenizer.json"
     serialized = untrusted_files.read_text(path, most_bytes=_MOST_BYTES)
@@ -79,12 +77,12 @@ class HFTokenizer:
 
   @property
   def vocab_size(self) -> int:
-    """One more than the largest id; a model's embedding may have more rows."""
+    """The largest id plus one. A model's embedding may have more rows."""
     return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
 
   @property
   def control_tokens(self) -> tuple[str, ...]:
-    """What foreign text must not be able to forge: the vocabulary's added tokens, tags such as `<tool_call>` too."""
+    """Tokens that foreign text must not forge: all added tokens, including tags like `<tool_call>`."""
     return tuple(token.content for token in self._backend.get_added_tokens_decoder().values())
 
   def encode(self, text: str) -> list[int]:
@@ -95,12 +93,12 @@ class HFTokenizer:
     return ids
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of the ids, control tokens included; ids that end inside a UTF-8 character give U+FFFD for it."""
+    """Returns the text of the ids with control tokens. An incomplete UTF-8 character at the end becomes U+FFFD."""
     with _named_failures("decode ids"):
       return self._backend.decode(list(ids), skip_special_tokens=False)
 
   def _spelled(self, piece: str) -> list[int]:
-    """Ids that spell a control token. Those not marked 'special' are found in any text: they are cut in two."""
+    """Ids that spell out control tokens. Those not marked "special" are found in any text, so they are cut in two."""
     ids = self._plain.encode(piece, add_special_tokens=False).ids
     forbidden = set(self._backend.get_added_tokens_decoder())
     if len(piece) < 2 or not forbidden.intersection(ids):
@@ -110,9 +108,9 @@ class HFTokenizer:
 
 
 def _open(serialized: str, added: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
-  """The tokenizer, and another one that finds no control tokens in a text: that is a switch of the whole object."""
+  """Returns the tokenizer and a copy that finds no control tokens in a text. The package has no switch per call."""
   with require_extra("hf"):
-    import tokenizers  # noqa: F401 (the trial's process imports it, whose error nobody would see)
+    import tokenizers  # noqa: F401 (the child process cannot report a missing package)
 
   _try_out(serialized, added)
   backend, plain = (_tokenizer_trial.build(serialized, added) for _ in range(2))
@@ -121,7 +119,7 @@ def _open(serialized: str, added: Sequence[Mapping[str, Any]]) -> tuple[Any, Any
 
 
 def _try_out(serialized: str, added: Sequence[Mapping[str, Any]]) -> None:
-  """Refuses a tokenizer that panics, takes long or lets texts grow; it may do all of that to a process of its own."""
+  """Tries a tokenizer in a limited process. Raises ValueError if it panics, is slow or makes texts much longer."""
   size = len(serialized)
   try:
     reply = limited_process.run(
@@ -132,14 +130,14 @@ def _try_out(serialized: str, added: Sequence[Mapping[str, Any]]) -> None:
       memory_bytes=min((1 << 30) + 24 * size, 6 << 30),
     )
   except ValueError as error:
-    raise ValueError(f"the tokenizer fails when it is tried out: {error}") from error
+    raise ValueError(f"the tokenizer fails its trial: {error}") from error
   if (fault := json.loads(reply)) is not None:
     raise ValueError(fault)
 
 
 @contextlib.contextmanager
 def _named_failures(what: str) -> Iterator[None]:
-  """Makes ValueErrors of the failures of the package, whose panics are no `Exception`s."""
+  """Converts failures of the package to ValueErrors. Its panics are not `Exception`s."""
   try:
     yield
   except BaseException as error:
@@ -149,7 +147,7 @@ def _named_failures(what: str) -> Iterator[None]:
 
 
 def _stop_tokens(directory: pathlib.Path, backend: Any) -> list[str]:
-  """The stop tokens that a checkpoint's files name."""
+  """Reads the stop tokens from the files of a checkpoint."""
   for name in ("generation_config.json", "config.json"):
     ids = untrusted_files.read_object_if_there(directory / name).get("eos_token_id")
     if ids is None:

@@ -1,4 +1,4 @@
-"""A small reversible tokenizer for mathematics with a tool: tags, numbers, the prompts' words, single characters."""
+"""A small reversible tokenizer for mathematics with a tool: tags, numbers, phrases and single characters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECIAL_TOKENS = (
 """Tags, in the order of their ids: padding is 0, the unknown character 1, the end of an action 2."""
 
 PHRASES = (
-  # What the task sets' questions are made of: one token per fixed phrase, so that a prompt is mostly its numbers.
+  # Fixed phrases of the task sets' questions. With one token for each, most tokens of a prompt are its numbers.
   "Calculate ",
   "State the final answer to the following arithmetic problem: ",
   "Solve the following multiplication: ",
@@ -36,7 +36,7 @@ PHRASES = (
   "Find the Least Common Multiple (LCM) of these numbers: ",
   "Find the Greatest Common Divisor (GCD) of these numbers: ",
   ". Give only the GCD as your final answer.",
-  # Arithmetic, with the spaces it is written with.
+  # Arithmetic, with its usual spaces.
   " + ",
   " - ",
   " * ",
@@ -54,7 +54,7 @@ PHRASES = (
   "lcm(",
   "print(",
   "import ",
-  # What the tool answers when a call fails.
+  # Replies of the tool when a call fails.
   "error: ",
   "malformed action",
   "too many operations",
@@ -70,30 +70,30 @@ PHRASES = (
   "AttributeError",
   "IndexError",
 )
-"""Strings that are one token each; the longest that fits is taken. None may hold a digit."""
+"""Strings that are one token each; the longest match wins. None may hold a digit."""
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
-"""Newline and the printable ASCII characters: what is left when nothing longer fits."""
+"""Newline and the printable ASCII characters, used where nothing longer matches."""
 
 
 class MathTokenizer:
-  """Splits text into tags, groups of digits, known phrases and single characters, in this order of precedence.
+  """A tokenizer of tags, groups of digits, known phrases and single characters, in this order of precedence.
 
-  A run of digits is split from the left into groups of `digits_per_token` digits: with 3 (as in Llama 3) every string
-  of 1 to 3 digits, leading zeros included, is a token of its own (1,110 of them), so that a number of up to three
-  digits is copied in one step; with 1 every digit is a token. `decode(encode(text)) == text` for every text of
-  printable ASCII and newlines. Any other character becomes the token `<|unk|>` (one per character) and decodes to those
-  seven characters.
+  A run of digits is split from the left into groups of `digits_per_token` digits. With 3 (as in Llama 3) every string
+  of 1 to 3 digits, including leading zeros, is a token (1,110 of them), so a number of up to three digits is copied in
+  one step. With 1 every digit is a token. `decode(encode(text)) == text` for every text of printable ASCII and
+  newlines. Any other character becomes the token `<|unk|>` and decodes to those seven characters.
 
-  A tag is recognised wherever it stands in the text: who puts foreign text (a tool's output) into a prompt has to break
-  up the tags in it first, as the environments here do.
+  Tags are recognised anywhere in the text. Code that puts foreign text, such as a tool's output, into a prompt must
+  break up the tags in it first, as the environments here do.
 
   Args:
     digits_per_token: 1 or 3.
     phrases: strings that become one token each.
 
   Raises:
-    ValueError: another `digits_per_token`; a phrase that is empty, repeated, holds a digit or a tag, or is not ASCII.
+    ValueError: `digits_per_token` is neither 1 nor 3; or a phrase is shorter than two characters, repeated, not
+      printable ASCII, or holds a digit or a tag.
 
   >>> tokenizer = MathTokenizer()
   >>> tokenizer.tokens("<|user|>Calculate 12 * 3456.")
@@ -130,11 +130,11 @@ class MathTokenizer:
 
   @property
   def pad_id(self) -> int:
-    """The id of `<|pad|>`: it fills rows and is never the stop id. Masks come from lengths, not from it."""
+    """The id of `<|pad|>`, which fills rows and is never a stop id. Masks come from lengths, not from this id."""
     return self._ids[PAD]
 
   def tokens(self, text: str) -> list[str]:
-    """The pieces that `encode` gives ids to; an unknown character stays itself here."""
+    """Splits a text into the pieces that `encode` gives ids to. Unknown characters stay as they are."""
     return self._split.findall(text)
 
   def encode(self, text: str) -> list[int]:
@@ -142,10 +142,10 @@ class MathTokenizer:
     return [self._ids.get(piece, unknown) for piece in self._split.findall(text)]
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Joins the tokens' texts.
+    """Joins the texts of tokens.
 
     Raises:
-      ValueError: an id outside `[0, vocab_size)`.
+      ValueError: an id is outside `[0, vocab_size)`.
     """
     for i in ids:
       if not 0 <= i < len(self._tokens):

@@ -1,9 +1,9 @@
-"""Foreign text inside a template: a control token that a tool or a user spells out is text, never the token.
+"""Quoting of foreign text in a template, so that it cannot forge control tokens.
 
-A chat template joins markup that we trust with contents that we do not. `quote` marks whatever looks like a control
-token in a content before it is rendered; `split` finds the marks in the rendered text, so that a tokenizer can encode
-those pieces as plain text. The marks are two characters of Unicode's private use area; where a content holds one of
-them itself, it is marked too.
+A chat template joins trusted markup with untrusted contents. `quote` marks everything in a content that looks like a
+control token before the template is rendered. `split` finds the marks in the rendered text, so that a tokenizer can
+encode those pieces as plain text. The marks are two characters of Unicode's private use area. If a content holds one of
+them itself, that is marked too.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-# A mark that a content holds is quoted under a name, for it cannot stand between marks. No escaping changes the names.
+# A mark in a content is quoted under a name, since marks cannot be nested. No escaping changes the names.
 _NAMES: Mapping[str, str] = {_OPEN: "\ue0f2", _CLOSE: "\ue0f3"}
 _MARKS: Mapping[str, str] = {"\ue0f2": _OPEN, "\ue0f3": _CLOSE}
-# No mark stands between marks; so a text of nothing but opening ones, from elsewhere, is read in linear time.
+# No mark may be inside a pair of marks. So even a text of many opening marks is searched in linear time.
 _QUOTED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
 
 
 def quote(content: Any, control_tokens: Sequence[str]) -> Any:
-  """`content` with the control tokens in it marked, in strings inside lists and mappings too (their keys stay).
+  """Marks the control tokens in a content, also in strings inside lists and mappings (but not in keys).
 
   >>> list(split("<|user|>" + quote("a <|end|>", ["<|user|>", "<|end|>"])))
   [('<|user|>a ', False), ('<|end|>', True)]
@@ -37,7 +37,7 @@ def quote(content: Any, control_tokens: Sequence[str]) -> Any:
 
 
 def split(text: str) -> Iterator[tuple[str, bool]]:
-  """Yields `(piece, whether it was quoted)` in order, the pieces without their marks."""
+  """Splits a text into pieces without marks; yields `(piece, is_quoted)` in order."""
   for i, piece in enumerate(_QUOTED.split(text)):
     if i % 2:
       yield _MARKS.get(piece, piece), True
@@ -46,5 +46,5 @@ def split(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def unquote(text: str) -> str:
-  """The text without marks: for people to read."""
+  """Returns the text without marks, for people to read."""
   return "".join(piece for piece, _ in split(text))

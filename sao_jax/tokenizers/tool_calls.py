@@ -5,15 +5,15 @@ xml          <tool_call><function=NAME><parameter=KEY>VALUE</parameter></functio
 key_values   <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>   GLM-4.5 and later
 json         {"name": NAME, "parameters": {...}}, or <|python_tag|>CODE               Llama 3.1 and later
 
-A call ends where reading it ends, not at the first tag that looks like its end:
+A call ends where the parser finds its end, not at the first tag that looks like it:
 
 - JSON is parsed, so tags inside its strings are text.
-- A VALUE is not escaped. It ends at the first closing tag that the next argument or the call's own closing tags follow.
-  Where those closing tags come again before the next call, they were text.
-- CODE reaches to the end of the action. A thought that begins on a line of its own and ends the action is no code.
+- A VALUE is not escaped. It ends at the first closing tag before the next argument or before the closing tags of the
+  call. If the same closing tags come again before the next call, the first ones were text.
+- CODE goes to the end of the action, without a thought that begins on a line of its own and ends the action.
 
-A tag outside a call makes the action malformed, and so does JSON that reads like a call but lacks its tags: neither is
-an answer. A tag alone between quotes or backticks is a mention of it, thus text.
+A tag outside a call makes the action malformed, since it is not an answer. So does JSON that looks like a call but
+lacks its tags. A single tag between quotes or backticks is text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sao_jax.tokenizers.call_reader import ToolCall as ToolCall
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 _PYTHON_TAG = "<|python_tag|>"
 _END_OF_MESSAGE = "<|eom_id|>"
-"""Ends an action of Llama that waits for a tool."""
+"""The token at the end of a Llama action that calls a tool."""
 _THOUGHT_TAG = re.compile(r"""(?P<mention>(["'`])</?think>\2)|</?think>""")
 _BLANKS = re.compile(r"\s*")
 _FUNCTION_CALL = re.compile(r"([\w-]+)(?:\.call)?\(")
@@ -37,17 +37,17 @@ _FUNCTION_CALL = re.compile(r"([\w-]+)(?:\.call)?\(")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParsedAction:
-  """An action taken apart."""
+  """An action split into its text and its tool calls."""
 
   content: str
-  """What the action says besides: without its calls, its thought (see `content`) and stop tokens; stripped."""
+  """The text of the action, without calls, thought (see `content`) and stop tokens; stripped."""
   calls: tuple[ToolCall, ...] = ()
   error: str | None = None
-  """Why what looks like a call is none; for the model to read. Then there are no calls."""
+  """Why a call is malformed, for the model to read. There are no calls then."""
 
 
 def style_of(template: str) -> Style | None:
-  """The style that a chat template teaches, read off its source; None if it shows no calls of a known style."""
+  """Returns the style of calls that a chat template teaches. None if its source shows no known style."""
   return next((style for sign, style in _SIGNS if sign in template), None)
 
 
@@ -62,14 +62,14 @@ _SIGNS: tuple[tuple[str, Style], ...] = (
 def parse(
   text: str, style: Style, *, tools: Sequence[Mapping[str, Any]] = (), stop_tokens: Sequence[str] = ()
 ) -> ParsedAction:
-  """Takes an action apart; a malformed call gives an `error`, never an exception.
+  """Parses an action. A malformed call gives an `error`, never an exception.
 
   Args:
-    text: the action, control tokens included.
-    style: how it writes calls.
-    tools: the schemas on offer: they say which arguments are strings, where the style does not, and which names exist.
-      CODE goes to the first one that takes `code`, or to `python` if no schemas are given.
-    stop_tokens: cut off at the end.
+    text: the action, with control tokens.
+    style: form of its calls.
+    tools: schemas of the tools. They give the names, and the arguments that are strings if the style does not tell.
+      CODE goes to the first tool that takes `code`, or to `python` if no schemas are given.
+    stop_tokens: tokens to remove at the end.
   """
   if style not in get_args(Style):
     raise ValueError(f"style must be one of {', '.join(get_args(Style))}; received {style!r}.")
@@ -90,10 +90,10 @@ def parse(
 
 
 def content(text: str, stop_tokens: Sequence[str] = ()) -> str:
-  """What an action without calls says: without the stop tokens at its end and its thought; stripped.
+  """Returns the text of an action that has no calls, without its thought and final stop tokens; stripped.
 
-  The thought goes from the first `<think>` to the next `</think>`, or from the beginning if `</think>` comes first: a
-  prompt may open the thought. A tag alone between quotes or backticks is text.
+  The thought goes from the first `<think>` to the next `</think>`. If `</think>` comes first, the thought starts at the
+  beginning, since the prompt may open it. A single tag between quotes or backticks is text.
 
   >>> content("<think>2 and 2</think> 4<|end|>", ["<|end|>"])
   '4'
@@ -117,20 +117,21 @@ def _without_thought(text: str) -> str:
 
 
 def _check_no_code(answer: str, waits: bool, schemas: Mapping[str, Any]) -> None:
-  """Refuses an answer that is code without its tag."""
+  """Raises MalformedCall if an answer is code without its tag."""
   function = _FUNCTION_CALL.match(answer)
   if waits or (function and function[1] in schemas and answer.endswith(")")):
     raise MalformedCall(f"{_PYTHON_TAG} is missing in front of code", len(answer))
 
 
 class _Scanner:
-  """Goes through an action once, from left to right, calls as a whole; so the time is linear.
+  """Reads an action once from left to right, so the time is linear.
 
-  Thoughts from `<think>` to `</think>` are skipped. A `</think>` that nothing opened ends a thought which the prompt
-  opened, and drops all before it. But where an action begins with a call, or says nothing after one, it had no thought.
+  Thoughts from `<think>` to `</think>` are skipped. A `</think>` without a `<think>` ends a thought that the prompt
+  opened, and drops everything before it. But an action that begins with a call, or has no text after one, had no
+  thought.
 
   Attributes:
-    calls: the calls.
+    calls: the calls found so far.
     said: the text around them, in pieces.
   """
 
@@ -146,7 +147,7 @@ class _Scanner:
     """Fills `calls` and `said`.
 
     Raises:
-      MalformedCall: a call cannot be read, or a tag stands outside a call.
+      MalformedCall: a call cannot be parsed, or a tag is outside a call.
     """
     place = 0
     while sign := SIGN.search(self._text, place):
@@ -164,7 +165,7 @@ class _Scanner:
     self.said.append(self._text[place:])
 
   def _skip_thought(self, begin: int) -> int:
-    if begin > self._last_end:  # it never ends: its text counts
+    if begin > self._last_end:  # It never ends, so its text counts.
       return begin + len(_THOUGHT)
     self._prompt_may_open = False
     return self._text.index(_END_OF_THOUGHT, begin) + len(_END_OF_THOUGHT)

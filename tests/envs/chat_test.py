@@ -1,4 +1,4 @@
-"""The chat environment with stand-ins for the template and the interpreter."""
+"""The chat environment with fakes of the template and the interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sao_jax.tokenizers import ParsedAction, ToolCall, parse_tool_calls
 
 
 class PlainChat:
-  """Calls are `!code`; everything is written out so that a test can read it."""
+  """A chat format with calls of the form `!code`, in plain text for tests to read."""
 
   def prompt(self, messages, tools=()):
     return f"{[m['content'] for m in messages]} {[t['function']['name'] for t in tools]}>"
@@ -31,7 +31,7 @@ class PlainChat:
 
 
 class Recorder:
-  """A tool that says what it was given; sessions are counted."""
+  """A tool that returns its input and counts its sessions."""
 
   def __init__(self):
     self.opened = self.closed = 0
@@ -72,7 +72,7 @@ def test_calls_then_an_answer():
 
 
 def test_results_carry_names_and_ids_and_every_rendering_the_tools():
-  """Templates may demand all of them; ids of nine letters and digits are good enough for every one."""
+  """Templates may require all fields. All accept ids of nine letters and digits."""
   seen = []
 
   class Chat(PlainChat):
@@ -81,7 +81,7 @@ def test_results_carry_names_and_ids_and_every_rendering_the_tools():
       return super().between(messages, ended_with=ended_with, tools=tools)
 
   env = ChatEnv(Chat(), question, Recorder(), max_turns=9)
-  for _ in range(2):  # ids begin anew with each episode
+  for _ in range(2):  # ids restart with each episode
     env.reset(0)
     env.step("!1!2")
     env.step("!!")
@@ -114,7 +114,7 @@ def test_malformed_calls_are_answered_and_counted():
 
 
 class StyledChat(PlainChat):
-  """Calls are written in a checkpoint's style."""
+  """A checkpoint's style of calls works."""
 
   def __init__(self, style):
     self.style = style

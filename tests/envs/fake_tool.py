@@ -1,4 +1,4 @@
-"""A tool without a process: evaluates with Python in this one. For tests only."""
+"""A tool for tests that runs code in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class FakeSession:
-  """Runs trusted code; prints a trailing expression's repr, and of an error its last line."""
+  """Runs trusted code and returns its output, the repr of a trailing expression, or the last line of an error."""
 
   def __init__(self) -> None:
     self.namespace: dict[str, Any] = {}
@@ -34,7 +34,7 @@ class FakeSession:
 
 
 class FakeTool:
-  """Counts its sessions and calls."""
+  """A tool that counts its sessions and calls."""
 
   def __init__(self) -> None:
     self.sessions: list[FakeSession] = []

@@ -1,4 +1,4 @@
-"""Tokens that other files than tokenizer.json name: what transformers makes of them, and ids that contradict."""
+"""Tokens in files other than tokenizer.json: the behaviour of transformers, and contradicting ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sao_jax.tokenizers import Chat, HFTokenizer
 from sao_jax.tokenizers.added_tokens import read, special_tokens
 
 STOP = "<|end|>"
-"""The one added token of tokenizer.json; its id is 256."""
+"""The only added token of tokenizer.json, with id 256."""
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_what_contradicts_or_is_no_token_is_named(files, message, directory):
 
 
 def test_ids_that_tokenizer_json_says_and_does_not_give(directory):
-  """The package gives an added token the next id, whatever the file says."""
+  """The package gives an added token the next id and ignores the id in the file."""
   values = json.loads((directory / "tokenizer.json").read_text())
   values["added_tokens"][0]["id"] = 300
   write(directory, tokenizer=values)
@@ -143,12 +143,12 @@ def test_names_come_from_both_files(directory, caplog):
   assert caplog.records == []
   write(directory, special_tokens_map={"eos_token": "<o>"})
   assert special_tokens(directory) == {"eos_token": "<o>"}
-  expected = "eos_token is '<e>' in tokenizer_config.json and '<o>' in special_tokens_map.json; taken is '<o>'"
+  expected = "eos_token is '<e>' in tokenizer_config.json and '<o>' in special_tokens_map.json; using '<o>'"
   assert expected in caplog.text
   write(directory, tokenizer_config={"eos_token": "<e>", "added_tokens_decoder": {}},
         special_tokens_map={"bos_token": "<s>"})  # fmt: skip
   assert special_tokens(directory) == {"eos_token": "<e>"}
-  assert "bos_token is None in tokenizer_config.json and '<s>' in special_tokens_map.json; taken is None" in caplog.text
+  assert "bos_token is None in tokenizer_config.json and '<s>' in special_tokens_map.json; using None" in caplog.text
 
 
 def test_the_template_and_the_stop_tokens_have_the_names(directory):

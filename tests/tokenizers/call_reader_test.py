@@ -1,4 +1,4 @@
-"""Where a call ends: tags in its strings, code and values are text."""
+"""The ends of calls: tags in strings, code and values are text."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_code_goes_to_the_tool_that_takes_code():
   parsed = parse_tool_calls(text, "json", tools=[SEARCH, PYTHON])
   assert parsed.calls == (ToolCall(name="python", arguments={"code": "print(1)"}),) and parsed.content == "I look."
   parsed = parse_tool_calls(text, "json", tools=[SEARCH])
-  assert parsed.error == "malformed tool call: no tool runs code; there are search"
+  assert parsed.error == "malformed tool call: no tool runs code; available: search"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_python_tag_with_a_tools_name(text, call):
 @pytest.mark.parametrize(
   ("text", "why"),
   [
-    ("", "no code behind <|python_tag|>"),
+    ("", "no code after <|python_tag|>"),
     ("python(code='1')", "strings need double quotes"),
     ("python(1)", "its arguments are not well-formed"),
     ('python(code="1" n=2)', "its arguments are not well-formed"),
@@ -128,7 +128,7 @@ def test_what_is_no_json_number(number):
 @pytest.mark.parametrize(
   ("style", "text", "why"),
   [
-    ("json_tags", write("json_tags", "1").replace("}\n<", "}}\n<"), "text behind it"),
+    ("json_tags", write("json_tags", "1").replace("}\n<", "}}\n<"), "text follows it"),
     ("json_tags", write("json_tags", "1").replace("</tool_call>", "\n") + write("json_tags", "2"), "</tool_call> is"),
     ("xml", write("xml", "1").replace("</tool_call>", "") + write("xml", "2"), "</tool_call> is missing"),
     ("key_values", write("key_values", "1").replace("</tool_call>", "") + write("key_values", "2"), "</tool_call> is"),
@@ -137,7 +137,7 @@ def test_what_is_no_json_number(number):
     ("json", write("json", "one").replace("one", "1\n2"), "not valid JSON"),
     ("json", write("json", "1").replace("parameters", "arguments"), '"parameters" (an object)'),
     ("json", '{"name": 3, "parameters": {}}', '"name" (a string)'),
-    ("json", '{"name": "' + "r" * 1000 + '", "parameters": {}}', "there is no tool 'rrr"),
+    ("json", '{"name": "' + "r" * 1000 + '", "parameters": {}}', "no tool 'rrr"),
   ],
 )
 def test_malformed(style, text, why):

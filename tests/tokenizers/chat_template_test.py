@@ -1,4 +1,4 @@
-"""Choice among named templates, what templates of published families demand of a conversation, and ends of turns."""
+"""Choice among named templates, requirements of published families, and ends of turns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(directory, files):
     (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-# As transformers 5.24 chooses: without tools, with tools. None: it refuses.
+# The choice of transformers 5.24: without tools, with tools. None if it refuses.
 CHOICES = [
   ({"tokenizer_config.json": {"chat_template": "s"}}, "s", "s"),
   ({"tokenizer_config.json": {"chat_template": {"default": "d", "tool_use": "t"}}}, "d", "t"),
@@ -44,7 +44,7 @@ CHOICES = [
   ({"chat_template.jinja": "j", "additional_chat_templates/tool_use.jinja": "a"}, "j", "a"),
   ({"chat_template.jinja": "j", "additional_chat_templates/default.jinja": "a"}, "a", "a"),
   ({"chat_template.jinja": "j", "additional_chat_templates/rag.jinja": "{% if %}"}, "j", "j"),
-  # Files of their own come before all that tokenizer_config.json holds.
+  # Separate files override tokenizer_config.json.
   (
     {"tokenizer_config.json": {"chat_template": "s"}, "additional_chat_templates/tool_use.jinja": "a"}, None, "a",
   ),
@@ -88,7 +88,7 @@ def test_no_template(tmp_path):
 
 @pytest.mark.parametrize("decoder", [True, False])
 def test_tokens_that_templates_name(tmp_path, decoder):
-  """The old file counts where transformers reads it."""
+  """The old file counts if transformers reads it."""
   settings = {"chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token }}", "bos_token": {"content": "B"}}
   if decoder:
     settings["added_tokens_decoder"] = {}
@@ -107,7 +107,7 @@ def test_keys_without_a_value_are_missing():
   assert template.render([{"role": "assistant", "content": "a", "tool_calls": None}]) == "none"
 
 
-# What follows are the demands of published templates, each family's in a few lines.
+# The requirements of published templates, a few lines for each family.
 QWEN = r"""
 {%- if not tools %}{{ raise_exception('no tools') }}{% endif %}
 {%- for m in messages %}
@@ -221,7 +221,7 @@ def test_demands_of_published_templates_are_met(family):
   source, stops, after = FAMILIES[family]
   template = load(source, stops, ["<tool_call>", "</tool_call>", "<|end|>"], eos_token=stops[0])
   assert template.render(USER, tools=[TOOL])
-  for stop in stops:  # whichever of them ended the action
+  for stop in stops:  # for any of them at the end of the action
     assert template.between(RESULT, ended_with="call" + stop, tools=[TOOL]) == after
   assert re.fullmatch(rf"<[^<>]*>{re.escape(after)}", template.between(RESULT, ended_with="call", tools=[TOOL]))
 
@@ -235,7 +235,7 @@ def test_two_results_at_once():
 
 
 def test_tokens_that_begin_the_next_turn_are_not_left_out():
-  """GLM's stop tokens begin the next turn: only the very one that was sampled is not written again."""
+  """GLM's stop tokens begin the next turn. Only the sampled one is left out."""
   template = load(GLM, ["<|endoftext|>", "<|user|>", "<|observation|>"], ["<tool_call>", "</tool_call>"])
   after = "\n<tool_response>4</tool_response><|assistant|>"
   assert template.between(RESULT, ended_with="c<|observation|>", tools=[TOOL]) == after
@@ -258,7 +258,7 @@ def chatml(end):
     ("<|im_end|>\n", "\n"),
     ("\n<|im_end|>\n", "\n"),
     ("</response><|im_end|>\n", "\n"),
-    # Where nothing follows, the turn stays open.
+    # If nothing follows, the turn stays open.
     ("{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}", "\n"),
   ],
 )
@@ -275,7 +275,7 @@ def test_a_template_whose_end_of_turn_is_no_stop_token():
 
 
 def test_what_users_write_ends_no_turn():
-  """The stop token stands in the content alone: nothing may be cut up to there."""
+  """The stop token is only in the content, so nothing may be cut."""
   template = load("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", ["<|end|>"])
   text = template.between([{"role": "user", "content": "a <|end|> b"}], ended_with="x<|end|>")
   assert text.startswith("\nuser: a ")

@@ -45,7 +45,7 @@ def load(folder, serialized, template, eos):
 )
 def test_an_end_of_turn_that_is_no_stop_token_is_told(template, eos, end, serialized, tmp_path, caplog):
   load(tmp_path, serialized, template, eos)
-  message = f"{tmp_path}: its chat template ends a turn with {end!r}, which is none of the stop tokens {eos}"
+  message = f"{tmp_path}: its chat template ends a turn with {end!r}, but the stop tokens are {eos}"
   assert [record.levelno for record in caplog.records] == [logging.WARNING]
   assert message in caplog.text
 
@@ -67,4 +67,4 @@ def test_nothing_is_told_where_they_agree(template, eos, serialized, tmp_path, c
 
 def test_a_template_of_which_it_cannot_be_told(serialized, tmp_path, caplog):
   load(tmp_path, serialized, "{{ messages[0].content }}", ["</s>"])
-  assert "whether its stop tokens end a turn cannot be told" in caplog.text
+  assert "cannot check whether its stop tokens end a turn" in caplog.text

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file against byte-pair encoding written out from its definition."""
+"""The tokenizer of a GGUF file against a reference of byte-pair encoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MERGES = ["Ġ t", "h e", "Ġt he", "1 2", "Ġ 1", "i n", "in g", "Ċ Ċ"]
 BYTES = [chr(b) for b in range(33, 127)] + ["Ġ", "Ċ"]
 TOKENS = [*CONTROL, *BYTES, *(merge.replace(" ", "") for merge in MERGES)]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-# How GPT-2 splits ASCII text into words.
+# GPT-2's split of ASCII text into words.
 WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
 
 
@@ -51,7 +51,7 @@ def loaded(tmp_path_factory):
 
 
 def encode_slowly(text, split):
-  """Words, then the earliest merge of the list again and again."""
+  """Splits words, then repeats the earliest merge of the list."""
   parts = re.split(r"([0-9])", text) if split == "smollm" else [text]
   ids = []
   for word in (word for part in parts for word in WORDS.findall(part)):
@@ -102,7 +102,7 @@ def test_templates_by_name(tmp_path):
     ({"model": "llama"}, "received 'llama' with 'smollm'"),
     ({"leave_out": ("template",)}, "lacks tokenizer.chat_template"),
     ({"eos": 10_000}, r"eos_token_id must be in \[0, \d+\); received 10000"),
-    ({"types": [1, 2]}, "tokens and 2 of their types"),
+    ({"types": [1, 2]}, "a type for each token; received 2"),
     ({"leave_out": ("merges",)}, "lacks tokenizer.ggml.merges"),
   ],
 )

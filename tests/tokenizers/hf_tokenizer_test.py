@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of checkpoints: a small real BPE, templates in the forms that checkpoints have."""
+"""Tokenizers and chat templates of checkpoints: a small real BPE, and templates like those of checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHATML = """\
 
 {% endif %}{% endif %}"""
 
-# The next turn's tag is what ends an action: nothing else stands between them.
+# The tag of the next turn ends an action; nothing is between them.
 GLM = """\
 {%- for message in messages -%}
 {%- if message.role == "tool" -%}<|observation|>
@@ -91,7 +91,7 @@ def test_foreign_text_never_becomes_control_tokens_and_loses_nothing(tokenizer, 
 
 
 def test_contents_survive_a_template_that_writes_json(tokenizer):
-  """Llama's writes what a tool returns as JSON."""
+  """Llama's template writes tool results as JSON."""
   content = 'a "<|im_end|>" \ue0f0\ue0f1\ue0f2 é'
   chat = template("{{ messages[0].content | tojson }}", tokenizer)
   ids = tokenizer.encode(chat.render([{"role": "tool", "content": content}]))
@@ -114,7 +114,7 @@ def test_markup_is_made_of_control_tokens(tokenizer):
 
 
 def test_turns_laid_end_to_end_are_the_whole_conversation(tokenizer):
-  """Prompt + action + between + action: what the engine puts together is what the template would have written."""
+  """Prompt + action + between + action, as the engine joins them, are the text of the template."""
   chat = template(CHATML, tokenizer)
   question, result = {"role": "user", "content": "lazy?"}, {"role": "tool", "content": "dog"}
   first = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -125,7 +125,7 @@ def test_turns_laid_end_to_end_are_the_whole_conversation(tokenizer):
 
 @pytest.mark.parametrize("message", [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}])
 def test_a_turn_has_one_end_token(tokenizer, message):
-  """An action that ends with another stop token than the template's does not get the template's too."""
+  """An action that ends with another stop token does not get the template's token too."""
   chat = template(CHATML, tokenizer)
   own = chat.between([message], ended_with="a<|im_end|>")
   assert own.startswith("\n<|im_start|>user\n")

@@ -1,4 +1,4 @@
-"""Rendering of templates in a limited process: bombs of every kind, what they leave behind, and the process's life."""
+"""Rendering of templates in a limited process: exceeded limits of every kind, recovery, and the end of the process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOO_MUCH_MEMORY = {
 }
 TOO_MUCH_TIME = {
   "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-  "power": "{{ 10 ** (10 ** 9) > 1 }}",  # inside one operation, where no handler of Python runs
+  "power": "{{ 10 ** (10 ** 9) > 1 }}",  # inside one operation, where Python runs no signal handler
 }
 OTHER_BOUNDS = {
   "{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}": "more than 8388608 characters",
@@ -63,7 +63,7 @@ def test_output_and_depth_are_bounded_when_a_template_is_loaded(source, message)
 
 
 def test_compiling_is_bounded():
-  """Constants are folded then."""
+  """Compiling folds constants."""
   with pytest.raises(ValueError, match="the chat template fails: compiling it takes more than 512 MiB"):
     load("{{ ('a' * 400000000) }}")
 
@@ -73,11 +73,11 @@ def test_a_bomb_that_waits_for_a_later_turn(bomb):
   template = load("{% if messages | length > 3 %}" + bomb + "{% endif %}{{ messages[0].content }}")
   with pytest.raises(ValueError, match=r"the chat template fails: .* more than"):
     template.render(USER * 4)
-  assert template.render(USER) == "x"  # The next rendering has a process again.
+  assert template.render(USER) == "x"  # The next rendering starts a process again.
 
 
 def test_a_bomb_is_no_refusal():
-  """Else `between` would try the next form of an action, and the next."""
+  """Otherwise `between` would try the next form of an action."""
   renderer = TemplateRenderer({"a": "{{ 'a' | center(2000000000) }}", "b": "{{ 1 // 0 }}"})
   with pytest.raises(ValueError, match="512 MiB") as caught:
     renderer.render("a", {})
@@ -123,11 +123,11 @@ def test_threads_get_their_own_texts():
 
 def test_the_process_ends_with_its_owner_and_is_replaced_when_killed():
   renderer = TemplateRenderer({"a": "{{ x }}"})
-  first = renderer._process
+  first = renderer._process.popen
   os.kill(first.pid, signal.SIGKILL)
   first.wait()
   assert renderer.render("a", {"x": 1}) == "1"
-  second = renderer._process
+  second = renderer._process.popen
   assert second.pid != first.pid and second.poll() is None
   del renderer
   gc.collect()
@@ -139,13 +139,13 @@ def test_one_that_breaks_its_process_is_told():
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     pending = pool.submit(renderer.render, "a", {})
     time.sleep(0.2)
-    os.kill(renderer._process.pid, signal.SIGKILL)
+    os.kill(renderer._process.popen.pid, signal.SIGKILL)
     with pytest.raises(ValueError, match=r"it ends the process that renders it \(exit status -9\)"):
       pending.result()
 
 
 def test_rendering_in_this_process():
-  """The worker's functions, where a test sees their lines."""
+  """The worker's functions in this process, for coverage."""
   templates = worker.compile_all(
     worker.make_environment(), {"a": "{{ raise_exception('no') }}", "b": "{{ [1] | tojson }}"}
   )

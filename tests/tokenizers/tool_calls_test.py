@@ -1,4 +1,4 @@
-"""Tool calls in each style: well-formed ones are read, all others come back as an error for the model."""
+"""Tool calls in each style: well-formed ones are parsed, and all others give an error for the model."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_plain_answer(style):
     ("json_tags", "<tool_call>{name: python}</tool_call>", "not valid JSON"),
     ("json_tags", '<tool_call>{"name": "python", "arguments": "1"}</tool_call>', '"arguments" \\(an object\\)'),
     ("json_tags", '<tool_call>["python"]</tool_call>', "must be an object"),
-    ("json_tags", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', "no tool 'rm'; there are python"),
+    ("json_tags", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', "no tool 'rm'; available: python"),
     ("json_tags", "<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply|not valid JSON"),
-    ("xml", "<tool_call>python(1)</tool_call>", "no function's name"),
+    ("xml", "<tool_call>python(1)</tool_call>", "no function name"),
     ("xml", "<tool_call><function=python>code=1</function></tool_call>", "arguments are not well-formed"),
     ("xml", "<tool_call><function=python><parameter=>1</parameter></function></tool_call>", "has no name"),
-    ("key_values", "<tool_call></tool_call>", "no function's name"),
+    ("key_values", "<tool_call></tool_call>", "no function name"),
     ("key_values", "<tool_call>python<arg_key>code</arg_key></tool_call>", "arguments are not well-formed"),
     ("json", '{"name": "python"}', '"parameters" \\(an object\\)'),
   ],
@@ -144,7 +144,7 @@ def test_llamas_python_tag():
 def test_a_call_is_no_answer_without_its_opening_tag_nor_cut_off(style, code, before):
   call = FORMS[style].replace('"1"', f'"{code}"').replace("\n1\n", f"\n{code}\n").replace(">1<", f">{code}<")
   bare = call.removeprefix("{").removeprefix("<tool_call>").lstrip()
-  # From here on what is written is recognizable as a call.
+  # From here on the text looks like a call.
   begins = {"json_tags": '{"name"', "xml": "<function=", "key_values": "python\n<arg_key>", "json": bare[:34]}[style]
   for text, length in ((call, len("<tool_call>")), (bare, len(begins))):
     for end in range(length, len(text) + 1):

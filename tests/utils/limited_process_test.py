@@ -72,3 +72,37 @@ def test_a_crash_is_told(tmp_path):
 
 def test_its_start_does_not_import_the_library(tmp_path):
   assert run(tmp_path, "import sys; print('jax' in sys.modules, 'numpy' in sys.modules)") == b"False False\n"
+
+
+def line_process(folder, source):
+  program = folder / "program.py"
+  program.write_text(source)
+  return limited_process.LineProcess(program, "a", environment={"B": "b"})
+
+
+def test_lines_are_exchanged_with_a_process_that_stays(tmp_path):
+  process = line_process(tmp_path, """
+import os, sys
+from sao_jax.utils import child_process
+output = child_process.take_output()
+print("not a reply")
+output.write(f"{sys.argv[1:]} {os.environ['B']} {'jax' in sys.modules}\\n")
+for line in sys.stdin:
+  output.write("x" * (1 << 27) + "\\n" if line == "long\\n" else line.strip() * 2 + "\\n")
+""")  # fmt: skip
+  assert process.exchange(b"") == b"['a'] b False\n"
+  assert process.exchange(b"x" * 1_000_000 + b"\n", 60.0) == b"x" * 2_000_000 + b"\n"
+  with pytest.raises(EOFError):
+    process.exchange(b"long\n")
+  assert not process.is_alive and process.popen.returncode == -signal.SIGKILL
+
+
+def test_a_process_without_a_reply_is_stopped(tmp_path):
+  process = line_process(tmp_path, "import time; time.sleep(1000)")
+  with pytest.raises(TimeoutError):
+    process.exchange(b"", 0.2)
+  assert process.popen.returncode == -signal.SIGKILL
+  process = line_process(tmp_path, "raise SystemExit(3)")
+  with pytest.raises(EOFError):
+    process.exchange(b"x" * 1_000_000 + b"\n")  # which it does not read
+  assert process.popen.returncode == 3

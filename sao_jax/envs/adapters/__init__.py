@@ -1,1 +1,1 @@
-"""Adapters for environments of other libraries."""
+"""Adapters for the environments of other libraries."""

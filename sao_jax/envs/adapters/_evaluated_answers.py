@@ -1,8 +1,9 @@
-"""Answers that reasoning-gym's scorers evaluate as Python, or are fooled by, made harmless.
+"""Checks of answers that the scorers of reasoning-gym would evaluate as Python.
 
-Some of the package's `score_answer` methods hand the text to `eval` or to SymPy's `parse_expr`, which is `eval` too: a
-policy's answer would run in the training process, which it could take over, stop for ever (`9**9**9**9`) or make give
-any reward. Those tasks see only texts of the forms below, or read literals instead.
+Some `score_answer` methods of the package pass the text to `eval`, or to SymPy's `parse_expr`, which calls `eval`. An
+answer could take over its process, block it for ever (`9**9**9**9`) or set its own reward. Scorers of those tasks get
+only texts of the forms below, or parse literals instead. Other scorers accept NaN as right; they get finite numbers
+only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 LITERAL_TASKS = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"})
-"""Their scorers call `eval` to read a list."""
+"""Tasks whose scorers call `eval` to read a list."""
 
 _FUNCTIONS = frozenset(
   (
@@ -43,7 +44,7 @@ _FUNCTIONS = frozenset(
 )
 _FORMULA = re.compile(r"(?>\d+(?:\.\d*)?|[A-Za-z]+|\*\*|[-+*/()\s])*+")
 _REFUSED = re.compile(r"\d{10}|\d[A-Za-z]|\b[A-Za-z]\s*\(")
-"""Long numbers, numbers like 1e9, calls of what has one letter."""
+"""Long numbers, numbers like 1e9, and calls of names of one letter."""
 _POWER = re.compile(r"(\))?\s*\*\*\s*")
 _EXPONENT = re.compile(
   r"(?:\d{1,2}|-?\d{0,2}\*?[a-z]\b|\(\s*-?\d{0,2}\s*\*?\s*(?:[a-z]|\d{1,2}(?:\s*/\s*\d{1,2})?)\s*\))(?![\w.(])"
@@ -55,7 +56,7 @@ _MAX_CHARS, _MAX_LETTERS, _MAX_POWERS_OF_SUMS, _MAX_EXPONENT_OF_SUM = 1000, 4, 2
 
 
 def is_arithmetic(text: str) -> bool:
-  """Numbers, `+ - * /` and parentheses; no powers.
+  """Whether a text holds only numbers, `+ - * /` and parentheses, without powers.
 
   >>> is_arithmetic("(8 - 4) * 6"), is_arithmetic("9**9"), is_arithmetic("exit()")
   (True, False, False)
@@ -64,7 +65,7 @@ def is_arithmetic(text: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-  """Numbers, a few one-letter variables, elementary functions, and powers too small to take long.
+  """Whether a text holds only numbers, a few one-letter variables, elementary functions and small powers.
 
   >>> is_formula("x**3/3 + sin(2*x) + C"), is_formula("9**9**9"), is_formula("open(x)")
   (True, False, False)
@@ -87,7 +88,7 @@ def is_formula(text: str) -> bool:
 
 
 def is_polynomial(text: str) -> bool:
-  """A formula, or a sum of terms that may be longer and have long coefficients.
+  """Whether a text is a formula, or a sum of terms, which may be longer and have long coefficients.
 
   >>> is_polynomial("(x + 1)*y"), is_polynomial("-12345678901234567890*x**57 + y - 3"), is_polynomial("9**9**9")
   (True, True, False)
@@ -98,7 +99,7 @@ def is_polynomial(text: str) -> bool:
 
 
 def is_finite(text: str) -> bool:
-  """No number that is none: the distance of NaN to the right answer passes for the smallest.
+  """Whether a text has no NaN or infinity. The scorer would take the distance of NaN for the smallest.
 
   >>> is_finite("3 + 2i"), is_finite("nan"), is_finite("1 + INFj")
   (True, False, False)
@@ -114,7 +115,7 @@ FORMS: Mapping[str, Callable[[str], bool]] = {
   "countdown": is_arithmetic,
   "complex_arithmetic": is_finite,
 }
-"""Tasks whose scorers call `parse_expr`, or are fooled by NaN, and what they may be given."""
+"""The allowed form of answers by task, for scorers that call `parse_expr` or accept NaN."""
 
 
 def may_be_scored(task: str, answer: str) -> bool:
@@ -124,6 +125,6 @@ def may_be_scored(task: str, answer: str) -> bool:
 
 
 def read_literals(task: str, dataset: Any) -> None:
-  """Puts `ast.literal_eval` in the place of `eval` in the module of one of `LITERAL_TASKS`."""
+  """Replaces `eval` by `ast.literal_eval` in the module of a task in `LITERAL_TASKS`."""
   if task in LITERAL_TASKS:
     vars(sys.modules[type(dataset).__module__])["eval"] = ast.literal_eval

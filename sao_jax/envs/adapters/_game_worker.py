@@ -1,7 +1,7 @@
 """The games of `hosted_game`, in the process that plays them (see `scoring_process`).
 
-A request is `[key, make, method, arguments, history]`: `make` is the pickle, in base64, of the function which makes the
-game, `history` null or `[task_index, moves]`, from which a game that is not there is played again.
+A request is `[key, make, method, arguments, history]`. `make` is the pickled function that makes the game, in base64.
+`history` is null or `[task_index, moves]`, from which a lost game is played again.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, Final
 from sao_jax.envs.adapters.text_game import Reply, TextGame
 
 LOST: Final = "lost"
-"""In place of a reply: there is no such game, because its process is another one or others have been played since."""
+"""The reply if the game is lost, because the process is new or has played many other games since."""
 METHODS: Final = ("make", "start", "play", "commands", "walkthrough", "close")
 _KEPT_GAMES = 256
 
 
 def start() -> Callable[[Any], Any]:
-  """The function that answers a request by `LOST` or `[value]`."""
+  """Returns a function from a request to `LOST` or `[value]`."""
   return Games().answer
 
 
 class Games:
-  """The games that were played last; the others are forgotten, since they can be played again from their moves."""
+  """The most recently played games. Older ones are dropped, since they can be played again from their moves."""
 
   def __init__(self) -> None:
     self._games: collections.OrderedDict[str, TextGame] = collections.OrderedDict()

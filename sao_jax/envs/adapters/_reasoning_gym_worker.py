@@ -1,7 +1,7 @@
-"""The sets of reasoning-gym, in the process that makes their problems and scores answers (see `scoring_process`).
+"""Problems and scores of reasoning-gym, in a process of their own (see `scoring_process`).
 
 Requests are `["check", settings]`, `["problem", settings, index]` and `["score", settings, entry, answer]`. Settings
-and entries are pickles in base64: the package's own objects, which only these processes read.
+and entries are pickled objects in base64, which only these processes read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from sao_jax.envs.adapters._evaluated_answers import may_be_scored, read_literals
 
 _COIN_FLIP_TOLERANCE = 1e-4
-"""Up to here the package takes a probability for right."""
+"""Largest error of a probability that the package accepts."""
 _KEPT_SETS = 64
 
 
 def pack(value: Any) -> str:
-  """A value as one word of text."""
+  """Returns a value as one word of text."""
   return base64.b64encode(pickle.dumps(value)).decode("ascii")
 
 
@@ -34,7 +34,7 @@ def _unpack(text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-  """What decides the problems; the fields of `ReasoningGymConfig` of the same names."""
+  """The settings that determine the problems. The fields are those of `ReasoningGymConfig`."""
 
   task: str
   settings: Mapping[str, Any]
@@ -48,7 +48,7 @@ class TaskSet:
   """One set of problems.
 
   Raises:
-    ValueError: an unknown task, setting, curriculum or attribute.
+    ValueError: the task, or one of its settings or attributes, is unknown.
   """
 
   def __init__(self, settings: TaskSettings):
@@ -59,51 +59,51 @@ class TaskSet:
       read_literals(task, dataset)
 
   def problem(self, index: int) -> dict[str, Any]:
-    """The package's record of problem `index`, whichever problems were made before it."""
+    """Returns the package's record of problem `index`, which does not depend on earlier problems."""
     _seed_globals(f"{self.settings.seed}/{index}")
     entry: dict[str, Any] = self.dataset[index]
     return entry
 
   def score(self, entry: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
-    """An answer's score, and the exception's text if the scorer stumbled over it: then the score is 0.
+    """Returns the score of an answer, and the error if the scorer raised one (the score is 0 then).
 
     Raises:
-      ValueError: a score outside [0, 1].
-      Exception: the scorer stumbles over the package's own answer too: that is no fault of the answer.
+      ValueError: the score is outside [0, 1].
+      Exception: the scorer raises for the package's own answer too, so the given answer is not the cause.
     """
-    task = entry["metadata"].get("source_dataset", self.settings.task)  # of a composite, the one it is from
+    task = entry["metadata"].get("source_dataset", self.settings.task)  # In a composite, the task of this entry.
     if not may_be_scored(task, answer):
       return 0.0, None
     try:
       score = float(self._score(task, entry, answer))
-    except Exception as error:  # noqa: BLE001 (told, or raised again)
+    except Exception as error:  # noqa: BLE001 (returned, or raised again)
       if entry["answer"] is not None:
         self._score(task, entry, str(entry["answer"]))
       return 0.0, f"{type(error).__name__}: {error}"
     if math.isnan(score):
       return 0.0, "the score is not a number"
     if not 0.0 <= score <= 1.0:
-      raise ValueError(f"task {task!r} scores {score}, which must be in [0, 1], for the answer {answer!r}.")
+      raise ValueError(f"the score of task {task!r} must be in [0, 1]; received {score} for the answer {answer!r}.")
     return score, None
 
   def _score(self, task: str, entry: Mapping[str, Any], answer: str) -> float:
-    if task == "game_of_life_halting":  # the package compares whether the texts are empty: every answer would be right
+    if task == "game_of_life_halting":  # The package only compares whether the texts are empty.
       return float(answer.strip().lower() == str(entry["answer"]).lower())
     score: float = self.dataset.score_answer(answer, entry)
-    if task == "coin_flip" and score:  # the package divides the digits that agree by the shorter number: "0" is right
+    if task == "coin_flip" and score:  # The package divides the digits that agree by the shorter number, so "0" is right.
       score *= _coin_flip_share(answer, str(entry["answer"]))
     return score
 
 
 def start() -> Callable[[Any], Any]:
-  """Loads the package; the function answers a request."""
-  import reasoning_gym  # noqa: F401 (before the memory is limited)
+  """Loads the package and returns the function that answers requests."""
+  import reasoning_gym  # noqa: F401 (loaded before memory is limited)
 
   return answer
 
 
 def answer(request: Any) -> Any:
-  """The reply to a request: null, `[question, answer, entry]` or `[score, error]`."""
+  """Answers a request with null, `[question, answer, entry]` or `[score, error]`."""
   kind, settings, *arguments = request
   if kind not in ("check", "problem", "score"):
     raise ValueError(f"a request must be check, problem or score; received {kind!r}.")
@@ -121,16 +121,16 @@ def _task_set(settings: str) -> TaskSet:
 
 
 def _seed_globals(seed: str) -> None:
-  """Some sets draw from the global generators besides their own."""
+  """Seeds the global generators, which some sets use besides their own."""
   import numpy as np
 
   rng = random.Random(seed)
   random.seed(rng.getrandbits(64))
-  np.random.seed(rng.getrandbits(32))  # noqa: NPY002 (it is what they draw from)
+  np.random.seed(rng.getrandbits(32))  # noqa: NPY002 (the sets draw from it)
 
 
 def _coin_flip_share(answer: str, gold: str) -> float:
-  """What the package's score of a probability is to be multiplied by: the shorter number's part of the longer one."""
+  """Returns a factor for the package's score of a probability: the length of the shorter number over the longer one."""
   given, right = (float(Fraction(text.replace(",", ""))) for text in (answer, gold))
   if abs(given - right) <= _COIN_FLIP_TOLERANCE:
     return 1.0
@@ -139,7 +139,7 @@ def _coin_flip_share(answer: str, gold: str) -> float:
 
 
 def check_task(name: str) -> None:
-  """Raises ValueError, with the names that there are, if the package has no task of that name."""
+  """Raises ValueError with the available names if the package has no such task."""
   import reasoning_gym.factory
 
   if name not in reasoning_gym.factory.DATASETS:
@@ -147,10 +147,10 @@ def check_task(name: str) -> None:
 
 
 def make_dataset(config: TaskSettings) -> Any:
-  """The package's generator of a set.
+  """Returns the package's generator of a set.
 
   Raises:
-    ValueError: an unknown task, setting, curriculum or attribute.
+    ValueError: the task, or one of its settings or attributes, is unknown.
   """
   import reasoning_gym
   from reasoning_gym.composite import DatasetSpec
@@ -174,4 +174,4 @@ def make_dataset(config: TaskSettings) -> Any:
       settings["datasets"] = [DatasetSpec(**spec) for spec in settings.get("datasets", ())]
     return reasoning_gym.create_dataset(config.task, **settings)
   except (TypeError, AssertionError) as error:
-    raise ValueError(f"settings do not fit task {config.task!r}: {error}; they are {settings}.") from error
+    raise ValueError(f"settings do not fit task {config.task!r}: {error}; received {settings}.") from error

@@ -1,6 +1,6 @@
-"""Corrections of TextArena's games, without which bad play earns as much as good play, or more.
+"""Corrections of TextArena games in which bad play earns as much as good play, or more.
 
-`python -m experiments.sweep_textarena` shows for every game that the best known play earns more than bad play.
+The experiment `sweep_textarena` shows for every game that the best known play earns more than bad play.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 _UNSOLVED = 0.999
-"""The most that a game which is not solved pays."""
+"""Largest reward of an unsolved game."""
 _SET_TURNS = 20
 _PROGRESS = ("_get_percentage_completion", "_progress", "_calculate_progress")
-"""Methods by which games tell the share of them that is done."""
+"""Methods that return the progress of a game."""
 
 _Correction: TypeAlias = Callable[[Any, float], float]
 
 
 def repair(env: Any) -> None:
-  """Replaces methods of a game that has just been made, where its own are wrong."""
+  """Replaces faulty methods of a new game."""
   change = _REPAIRS.get(type(env).__name__)
   if change is not None:
     change(env)
 
 
 def corrected(env: Any, reward: float) -> float:
-  """What an episode earns, given what the game pays for it.
+  """Returns the corrected reward of an episode.
 
-  - Bandit pays the regret of a wrong button, so that the worst button pays most: one minus it.
-  - Blackjack counts a draw as half a win, but only if the game ends by an invalid move: the share of hands won.
-  - Cryptarithm pays for letters that are assigned, rightly or not: 1 if solved, else 0.
-  - 2048, Countdown and Slitherlink pay up to 1 without being solved: less than 1.
-  - Set pays the number of sets found in 20 turns: their share.
+  - Bandit pays the regret of a wrong button, so the worst button pays most. Corrected: one minus the regret.
+  - Blackjack counts a draw as half a win, but only if the game ends by an invalid move. Corrected: share of hands won.
+  - Cryptarithm pays for assigned letters, right or wrong. Corrected: 1 if solved, else 0.
+  - 2048, Countdown and Slitherlink pay up to 1 for unsolved games. Corrected: less than 1.
+  - Set pays the number of sets found in 20 turns. Corrected: their share.
   """
   correction = _CORRECTIONS.get(type(env).__name__)
   return reward if correction is None else correction(env, reward)
 
 
 def partial(env: Any) -> float:
-  """What an unfinished episode earns: what the game pays at its own limit of turns; 0 if it has no such measure."""
+  """Returns the reward of an unfinished episode: the game's reward for its progress, or 0 if it measures none."""
   if type(env).__name__ == "SetEnv":
     return corrected(env, float(env.state.game_state["score"]))
   progress = next((getattr(env, name) for name in _PROGRESS if hasattr(env, name)), None)
@@ -48,7 +48,7 @@ def partial(env: Any) -> float:
 
 def _bandit(env: Any, reward: float) -> float:
   del env
-  return reward if reward < 0 or reward == 1.0 else 1.0 - reward  # below 0: an invalid move
+  return reward if reward < 0 or reward == 1.0 else 1.0 - reward  # Below 0 is an invalid move.
 
 
 def _blackjack(env: Any, reward: float) -> float:
@@ -95,7 +95,7 @@ _CORRECTIONS: Mapping[str, _Correction] = {
 
 
 def _fifteen_puzzle(env: Any) -> None:
-  """Half of its boards have no solution, and a solution raises an error."""
+  """Half of the boards have no solution, and solving a board raises an error."""
   generate, is_solved = env._generate_board, env._is_solved
 
   def solvable_board() -> Any:
@@ -110,19 +110,19 @@ def _fifteen_puzzle(env: Any) -> None:
   def end_if_solved() -> bool:
     if is_solved():
       env.state.set_outcome(reward=1.0, reason="Congratulations! You have solved the 15-Puzzle.")
-    return False  # else the game would call a method that its state does not have
+    return False  # True would call a method that its state lacks.
 
   env._generate_board, env._is_solved = solvable_board, end_if_solved
 
 
 def _lights_out(env: Any) -> None:
-  """The share of lights that are off cannot be told if it begins with all of them off."""
+  """The progress is undefined if all lights are off at the start."""
   share = env._get_percentage_completion
   env._get_percentage_completion = lambda: share() if env._initial_on else 0.0
 
 
 def _set_of_three(env: Any) -> None:
-  """One card named three times passes for a Set."""
+  """The same card named three times counts as a Set."""
   parse = env._parse_action
 
   def parse_different(action: str) -> Any:

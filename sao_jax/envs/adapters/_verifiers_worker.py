@@ -1,6 +1,6 @@
-"""The rewards of `verifiers.v1` tasks, in the process that scores answers (see `scoring_process`).
+"""Scoring of `verifiers.v1` tasks in a process of its own (see `scoring_process`).
 
-A request is `[sys.path, arguments]`: the arguments of `score`, pickled, in base64.
+A request is `[sys.path, arguments]`, where `arguments` are those of `score`, pickled, in base64.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sao_jax.utils.extras import require_extra
 
 
 def start() -> Callable[[Any], Any]:
-  """Loads the package; the function answers a request by `[reward, metrics]`."""
+  """Loads the package and returns a function from a request to `[reward, metrics]`."""
   with require_extra("envs"):
-    import verifiers.v1  # noqa: F401 (before the memory is limited)
+    import verifiers.v1  # noqa: F401 (loaded before memory is limited)
 
   return answer
 
@@ -30,14 +30,14 @@ def answer(request: Any) -> tuple[float, dict[str, float]]:
 
 
 def score(task: Any, text: str, finish_reason: str) -> tuple[float, dict[str, float]]:
-  """A task's weighted sum of rewards, and its metrics, for one answer."""
+  """Returns the weighted sum of a task's rewards, and its metrics, for an answer."""
   trace = _trace(task, text, finish_reason)
   asyncio.run(task.score(trace))
   return float(trace.reward), {name: float(value) for name, value in trace.metrics.items()}
 
 
 def _trace(task: Any, answer: str, finish_reason: str) -> Any:
-  """What the package's rewards read: the conversation as its own agent loop would have recorded it."""
+  """Returns the conversation as the package's agent loop would record it, for the rewards to read."""
   import verifiers.v1 as vf
   from verifiers.v1.state import state_cls
   from verifiers.v1.trace import ModelCall

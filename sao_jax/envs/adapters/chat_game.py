@@ -1,4 +1,4 @@
-"""A game played by text commands, for a chat model: what the environment says are the user's turns."""
+"""Text games for a chat model, with the texts of the game as user turns."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sao_jax.envs.chat import ChatFormat
 
 
 class ChatGame(base.Environment):
-  """Another environment in a checkpoint's own chat template; a command is what an action says besides its thought.
+  """Another environment in the chat template of a checkpoint. A command is the text of an action without its thought.
 
   Args:
-    chat: the checkpoint's conversation.
+    chat: chat format of the checkpoint.
     env: the game, in the markup of `envs.base`: `user_prompt` at its reset, `observation` after a command.
-    system: text of the system's turn; None: no such turn.
+    system: text of a system turn; None for no such turn.
   """
 
   def __init__(self, chat: ChatFormat, env: base.Environment, *, system: str | None = None):
@@ -41,7 +41,7 @@ class ChatGame(base.Environment):
 
 
 def _inner(text: str, opening: str) -> str:
-  """What stands between the opening tag and the assistant's."""
+  """Returns the text between the opening tag and the assistant's tag."""
   if not (text.startswith(opening) and text.endswith(base.Tag.ASSISTANT)):
-    raise ValueError(f"the game's text must stand between {opening} and {base.Tag.ASSISTANT}; received {text[:80]!r}.")
+    raise ValueError(f"the game's text must be between {opening} and {base.Tag.ASSISTANT}; received {text[:80]!r}.")
   return text.removeprefix(opening).removesuffix(base.Tag.ASSISTANT)

@@ -1,4 +1,4 @@
-"""Gymnasium's toy-text environments (FrozenLake, Taxi, CliffWalking, Blackjack) and others with discrete actions."""
+"""Gymnasium environments with discrete actions, such as toy text (FrozenLake, Taxi, CliffWalking, Blackjack)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _ACTIONS: Mapping[str, Sequence[str]] = {
   "Blackjack": ("stick", "hit"),
 }
 _ENDS_AT_THE_GOAL = ("CliffWalking", "Taxi")
-"""Every step costs: the total of the best play may be negative, and to come to the end is to have succeeded."""
+"""Environments where each step costs reward. The best total may be negative, so reaching the end is the success."""
 _PLACES = ("red", "green", "yellow", "blue")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GymnasiumConfig:
-  """Which environment.
+  """Settings of an environment.
 
   Raises:
-    ValueError: `max_turns` below 1.
+    ValueError: `max_turns` is below 1.
   """
 
   env_id: str
@@ -35,12 +35,12 @@ class GymnasiumConfig:
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Further arguments of `gymnasium.make`: `{"is_slippery": False}`."""
   actions: tuple[str, ...] = ()
-  """Names of the actions in the order of their numbers; empty: those of the toy-text environments above."""
+  """Names of the actions by number. Empty for the names of the toy-text environments above."""
   success_total: float | None = None
-  """Sum of rewards from which an episode counts as a success; None: in CliffWalking and Taxi, that the goal is reached,
-  elsewhere a sum above 0."""
+  """Sum of rewards from which an episode counts as a success. With None, an episode succeeds in CliffWalking and Taxi
+  when it reaches the goal, and elsewhere with a sum above 0."""
   describe: Callable[[Any, Any], str] | None = None
-  """`(environment, observation) -> text`; None: see `describe_observation`."""
+  """Function `(environment, observation) -> text`. None uses `describe_observation`."""
   max_turns: int = 50
   template: Template = Template()
 
@@ -50,13 +50,13 @@ class GymnasiumConfig:
 
 
 class Gymnasium(TextGame):
-  """An action is the name of one of the actions; anything else is answered by the list of them and costs a turn.
+  """A Gymnasium environment with named actions. Task i uses seed i.
 
-  Task number i is the environment's seed i. Rewards are the environment's own, step by step;
-  what counts as a success is `GymnasiumConfig.success_total`'s to say.
+  The observation after any other text lists the actions, and the text costs a turn. Rewards are those of the
+  environment, step by step. `GymnasiumConfig.success_total` defines success.
 
   Raises:
-    ValueError: an environment without discrete actions, or without as many names as actions.
+    ValueError: the environment has no discrete actions, or the number of names is wrong.
   """
 
   def __init__(self, config: GymnasiumConfig):
@@ -106,13 +106,13 @@ class Gymnasium(TextGame):
 
 
 def _family(env: Any) -> str:
-  """Which of the toy-text environments it is, whatever its id (FrozenLake8x8-v1, CliffWalkingSlippery-v1, ...)."""
+  """Returns the toy-text environment, for any of its ids (FrozenLake8x8-v1, CliffWalkingSlippery-v1, ...), or ''."""
   name = type(env.unwrapped).__name__.lower()
   return next((family for family in _ACTIONS if name.startswith(family.lower())), "")
 
 
 def describe_observation(env: Any, observation: Any) -> str:
-  """Toy-text environments in words or as a map (`[F]` is where the player stands); others as rendered, or as `str`."""
+  """Describes an observation: in words, as a map (the player is at `[F]`), as rendered, or as `str`."""
   family = _family(env)
   if family == "Blackjack":
     total, dealer, ace = observation

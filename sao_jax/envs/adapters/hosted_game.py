@@ -1,4 +1,4 @@
-"""A text game that runs in a process which can be killed; when it was, the game is played again from its moves."""
+"""A text game in a process that can be killed. After that, the game is played again from its moves."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.grading.scoring_process import NoReplyError, Workers, shared_pool
 
 _MEMORY_BYTES = 4 << 30
-"""For all games of this process."""
+"""Memory for all games of this process."""
 
 
 class HostedGame(TextGame):
-  """Another game, whose code runs elsewhere: a move that never ends, or takes the process with it, ends one episode.
+  """A game whose code runs in another process, so a move that never ends or crashes costs only one episode.
 
-  That episode is truncated with what it has earned, and says why as `info["scorer_error"]`. The other games of the
-  process go on: they are started again and given the moves that they had. So a game must depend on nothing but its task
-  and its moves; the process has a hash seed of its own, the same everywhere.
+  That episode is truncated and keeps its rewards; `info["scorer_error"]` holds the reason. The other games of the
+  process are started again and replay their moves. So a game must depend only on its task and its moves. All such
+  processes have the same hash seed.
 
   Args:
-    make: makes the game; can be pickled.
+    make: function that makes the game. It must support pickling.
     max_turns: moves per episode.
-    template: how the turns are written.
-    move_timeout_s: seconds that a move may take.
-    start_timeout_s: seconds that a game may take to start.
-    workers: what plays; it must be a single process. None: the process that all games share.
+    template: template of the turns.
+    move_timeout_s: seconds per move.
+    start_timeout_s: seconds for a game to start.
+    workers: a pool of one process for the game. None uses the process that all games share.
 
   Raises:
-    ValueError: from `make`.
+    ValueError: `make` raised it.
   """
 
   def __init__(
@@ -70,7 +70,7 @@ class HostedGame(TextGame):
     return reply
 
   def ask(self, method: str, *arguments: str) -> Any:
-    """The game's own reply to one of its methods."""
+    """Calls a method of the game and returns its result."""
     found = self._call(method, *arguments)
     if found == LOST:
       found = self._call(method, *arguments, history=[self._task_index, self._moves])

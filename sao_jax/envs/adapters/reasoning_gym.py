@@ -1,4 +1,4 @@
-"""Any task of the reasoning-gym package as a single-turn environment: a question, an answer between tags, a score."""
+"""Tasks of the package reasoning-gym as single-turn environments: a question, an answer between tags, a score."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 from sao_jax.envs.grading.scoring_process import NoReplyError, Workers, shared_pool
 
 _MAX_ANSWER_CHARS = 20_000
-"""A longer answer scores 0, unless the package's own is as long: some scorers take seconds for texts without end."""
+"""Longest answer; longer ones score 0, unless the right one is long too. Some scorers are slow for very long texts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReasoningGymConfig:
-  """Which task, and how hard.
+  """Task and difficulty.
 
   Raises:
-    ValueError: a field outside its range.
+    ValueError: a field is outside its range.
   """
 
   task: str
-  """The package's name of the task: `"chain_sum"`, `"graph_color"`, ..."""
+  """Name of the task in the package: `"chain_sum"`, `"graph_color"`, ..."""
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Difficulty settings of the task, by the package's names: `{"min_terms": 2}`. They win over the curriculum's. Task
+  """Difficulty settings of the task in the package: `{"min_terms": 2}`. They override the curriculum. The task
   "composite" mixes others: `{"datasets": [{"name": "chain_sum", "weight": 1.0, "config": {}}, ...]}`."""
   level: int | None = None
-  """Level of the task's curriculum, from 0, for all its attributes (each stops at its highest); None: the defaults."""
+  """Level of the task's curriculum, from 0, for all attributes (each stops at its highest). None for the defaults."""
   attribute_levels: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Levels of single attributes of the curriculum, over `level`."""
+  """Levels of single attributes of the curriculum, which override `level`."""
   size: int = 10_000
-  """Number of problems; task indices beyond it start again from the first."""
+  """Number of problems. Larger task indices start again from the first."""
   seed: int = 0
-  """Which problems: use different seeds, at least `size` apart, for training and evaluation."""
+  """Seed of the problems. Use seeds at least `size` apart for training and evaluation."""
   instruction: str = "Give the final answer between <answer> and </answer>."
-  """Stands below the question; empty for none."""
+  """Text below the question. Empty for none."""
   success_threshold: float = 1.0
   """Score from which an episode counts as a success. The reward is the score itself, in [0, 1]."""
   score_timeout_s: float = 10.0
-  """Seconds that scoring an answer may take; past it the answer scores 0."""
+  """Seconds to score an answer; a slower one scores 0."""
   make_timeout_s: float = 600.0
-  """Seconds that making a problem may take; past it the episode fails. Most sets take milliseconds."""
+  """Seconds to make a problem; a slower one fails the episode. Most sets take milliseconds."""
   max_turns: int = 1
   template: Template = Template()
 
@@ -60,19 +60,19 @@ class ReasoningGymConfig:
 
 
 class ReasoningGym(TextGame):
-  """One problem per episode; the answer is what stands between the last `<answer>` and `</answer>`, else nothing.
+  """An environment with one problem per episode. The answer is the text between the last `<answer>` and `</answer>`.
 
-  The package runs in processes of its own (see `scoring_process`), which all environments share. So the same index is
-  the same problem everywhere, and an answer that takes too long, too much memory, or the scorer's process with it,
-  scores 0. Answers that a scorer would evaluate as Python are scored only in harmless forms (see `_evaluated_answers`).
-  An answer without a score by the package scores 0, with the reason as `info["scorer_error"]`.
+  The package runs in child processes (see `scoring_process`), which all environments share. So an index is the same
+  problem everywhere. An answer scores 0 if scoring it takes too long, takes too much memory or crashes the process.
+  Some scorers evaluate answers as Python; they get only answers of harmless forms (see `_evaluated_answers`). An answer
+  that the package cannot score scores 0, and `info["scorer_error"]` holds the reason.
 
   Args:
     config: the task.
-    workers: what makes problems and scores answers; None: the processes that all share.
+    workers: pool that makes problems and scores answers. None uses the shared pool.
 
   Raises:
-    ValueError: an unknown task, setting, curriculum or attribute.
+    ValueError: the task, or one of its settings or attributes, is unknown.
   """
 
   def __init__(self, config: ReasoningGymConfig, *, workers: Workers | None = None):
@@ -87,7 +87,7 @@ class ReasoningGym(TextGame):
 
   @property
   def gold_answer(self) -> str | None:
-    """The package's answer to the present problem; None where it gives none (there may be many right ones)."""
+    """The package's answer to the current problem. None if it has none, since many answers may be right."""
     return self._gold
 
   def start(self, task_index: int) -> str:
@@ -114,7 +114,7 @@ class ReasoningGym(TextGame):
 
 
 def _last_answer(text: str) -> str | None:
-  """As the package's `extract_answer`, but in linear time.
+  """Returns the last answer between tags, like the package's `extract_answer` but in linear time.
 
   >>> _last_answer("<answer>1</answer> no, <answer> 2 </answer>"), _last_answer("2</answer>"), _last_answer("<answer>2")
   ('2', None, None)

@@ -1,4 +1,4 @@
-"""What the adapters share: a template for the turns, and an environment whose actions are free text."""
+"""A base class for environments whose actions are free text, and the template of their turns."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from sao_jax.envs import base
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Template:
-  """How the turns of an episode are written; each text stands at the `{}`.
+  """The template of the turns of an episode. Each part has one `{}` for its text.
 
-  The default is that of `base.Tag`; for a model from elsewhere, write its own (see `CHATML`).
+  The default uses the tags of `base.Tag`. For a published model, write the template of that model (see `CHATML`).
 
   Raises:
-    ValueError: a part without exactly one `{}`, or an empty `end`.
+    ValueError: a part does not have exactly one `{}`, or `end` is empty.
   """
 
   system: str = f"{base.Tag.SYSTEM}{{}}"
   user: str = f"{base.Tag.USER}{{}}{base.Tag.ASSISTANT}"
-  """Ends where the model begins to write."""
+  """Turn of the user, up to the beginning of the next action."""
   observation: str = f"{base.Tag.OUTPUT}{{}}{base.Tag.ASSISTANT}"
-  """Follows the model's `end`; ends where it begins to write again."""
+  """Text between the `end` of an action and the beginning of the next."""
   end: str = base.Tag.END
-  """What ends an action."""
+  """End of an action."""
   reserved: tuple[str, ...] = ("<|",)
-  """Beginnings of tags: broken up by a space in every text that comes from outside, which could else fake a turn."""
+  """Beginnings of tags. In foreign text a space breaks them up, so that it cannot fake a turn."""
 
   def __post_init__(self) -> None:
     for name in ("system", "user", "observation"):
@@ -38,11 +38,11 @@ class Template:
       raise ValueError("Template.end must not be empty.")
 
   def prompt(self, text: str, *, system: str = "") -> str:
-    """The first text of an episode."""
+    """Returns the first text of an episode."""
     return (self._fill(self.system, system) if system else "") + self._fill(self.user, text)
 
   def reply(self, text: str) -> str:
-    """What follows an action."""
+    """Returns the text after an action."""
     return self._fill(self.observation, text)
 
   def _fill(self, part: str, text: str) -> str:
@@ -61,7 +61,7 @@ CHATML = Template(
 
 
 class Reply(NamedTuple):
-  """What a game answers to one move."""
+  """The reply of a game to one move."""
 
   text: str = ""
   reward: float = 0.0
@@ -71,10 +71,11 @@ class Reply(NamedTuple):
 
 
 class TextGame(base.Environment, abc.ABC):
-  """An environment whose actions are free text up to the template's `end`: counts turns, writes the template.
+  """A base class for environments whose actions are free text up to the `end` of the template.
 
-  Out of turns, the episode is truncated with whatever it has earned. `info["success"]` is what `succeeded` says, unless
-  the game's last reply says otherwise. An action that was cut off before its `end` is played as it is.
+  It counts turns and writes the template. An episode that runs out of turns is truncated and keeps its rewards.
+  `info["success"]` comes from the last reply of the game, or else from `succeeded`. An action that was cut off before
+  its `end` is played as it is.
   """
 
   def __init__(self, *, max_turns: int, template: Template, system_prompt: str = ""):
@@ -96,11 +97,11 @@ class TextGame(base.Environment, abc.ABC):
     """Plays one move."""
 
   def succeeded(self, total: float, finished: bool) -> bool:
-    """Whether an episode counts as a success: here, whether its rewards sum to more than 0.
+    """Whether an episode counts as a success. By default, its rewards must sum to more than 0.
 
     Args:
-      total: sum of the episode's rewards.
-      finished: whether the game came to its end, rather than the turns.
+      total: sum of the rewards of the episode.
+      finished: whether the game ended, rather than run out of turns.
     """
     return total > 0
 
@@ -114,7 +115,7 @@ class TextGame(base.Environment, abc.ABC):
 
   def step(self, action: str) -> base.Step:
     if not self._running:
-      raise RuntimeError("step was called before reset, or after the episode's end.")
+      raise RuntimeError("step was called before reset, or after the end of the episode.")
     self._turns += 1
     reply = self.play(action.removesuffix(self.template.end).strip())
     self._total += reply.reward

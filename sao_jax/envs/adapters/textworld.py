@@ -1,4 +1,4 @@
-"""Text adventures made by Microsoft's TextWorld: a world, a quest, a reward where the quest is done."""
+"""Text adventures of Microsoft's TextWorld: a world, a quest, and a reward for the quest."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from sao_jax.envs.base import EnvironmentFactory
 from sao_jax.utils.extras import require_extra
 
 _MAX_COMMAND_CHARS = 100
-"""The game's interpreter, in C and in this process, hangs on a NUL and crashes on commands of great length."""
+"""Longest command. The game's interpreter, written in C, crashes on very long ones and hangs on a NUL."""
 _FILE_COMMAND = re.compile(
   r"\b(?:save|restore|script|unscript|noscript|replay)\b|\b(?:transcrip|notranscr|recording)", re.IGNORECASE
 )
-"""By these it writes and reads files in the directory that this process runs in; it knows words by nine letters."""
+"""Commands that read or write files in the working directory. The interpreter compares nine letters of a word."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextWorldConfig:
-  """Which games.
+  """Settings of the games.
 
   Raises:
-    ValueError: a field outside its range.
+    ValueError: a field is outside its range.
   """
 
   directory: str
-  """Where the games are kept: made when first asked for (seconds each), and used again from there."""
+  """Folder of the games. Each is made when first used, which takes seconds, and kept there."""
   num_games: int = 100
-  """Number of games; task indices beyond it start again from the first."""
+  """Number of games. Larger task indices start again from the first."""
   seed: int = 0
   """Seed of the first game; game i has seed + i. Use ranges that do not overlap for training and evaluation."""
   nb_rooms: int = 2
   nb_objects: int = 4
   quest_length: int = 3
-  """What TextWorld is asked for; the shortest solution may take a command less."""
+  """Length passed to TextWorld. The shortest solution may take one command less."""
   list_commands: bool = False
-  """Show the commands that are possible now under each text."""
+  """Whether to list the possible commands below each text."""
   max_turns: int = 20
   move_timeout_s: float = 10.0
-  """Seconds that a command may take; past it the episode is truncated."""
+  """Seconds per command; a slower one truncates the episode."""
   template: Template = Template()
 
   def __post_init__(self) -> None:
@@ -59,11 +59,11 @@ class TextWorldConfig:
 
 
 class TextWorld(TextGame):
-  """One game per episode; an action is one command. The reward is the score gained, so that a whole quest gives 1.
+  """An environment with one game per episode, where an action is one command. A whole quest earns a reward of 1.
 
   Args:
     config: the games.
-    lock: held while a game is made; shared by the environments of one process (see `textworld_factory`).
+    lock: held while a game is made, and shared by the environments of one process (see `textworld_factory`).
   """
 
   def __init__(self, config: TextWorldConfig, *, lock: threading.Lock):
@@ -85,11 +85,11 @@ class TextWorld(TextGame):
     self._env = textworld.start(str(path), infos)
     self._state = self._env.reset()
     self._score = 0.0
-    # Not the first feedback, which holds a banner of some 20 lines.
+    # The first feedback holds a banner of about 20 lines, so it is not shown.
     return self._text(f"{self._state.objective}\n\n{self._state.description.strip()}")
 
   def play(self, text: str) -> Reply:
-    # One line, and never empty: what the interpreter reads is one command.
+    # The interpreter must read exactly one command: one line, never empty.
     line = text.split("\n")[0]
     if len(line) > _MAX_COMMAND_CHARS or not (line.isascii() and line.isprintable()):
       return Reply(text=f"error: a command is at most {_MAX_COMMAND_CHARS} printable ASCII characters.")
@@ -139,7 +139,7 @@ class TextWorld(TextGame):
         options.force_recompile = True
         textworld.make(options)
         (scratch / f"{name}.json").replace(path.with_suffix(".json"))
-        (scratch / path.name).replace(path)  # After the other file: a game that exists is complete.
+        (scratch / path.name).replace(path)  # After the other file, so an existing game is complete.
         shutil.rmtree(scratch)
     return path
 
@@ -157,10 +157,10 @@ class HostedTextWorld(HostedGame):
 
 
 def textworld_factory(config: TextWorldConfig) -> EnvironmentFactory:
-  """Makes environments that may run in different threads, and whose games run in a process that can be killed."""
+  """Returns a factory of thread-safe environments whose games run in a process that can be killed."""
   with require_extra("envs"):
-    import textworld  # noqa: F401 (here, that its absence is not told by every episode)
-  # The process may have been started in another directory.
+    import textworld  # noqa: F401 (a missing package is an error here, not in every episode)
+  # The process of the games may have another working directory.
   make = functools.partial(
     _make_game, dataclasses.replace(config, directory=str(pathlib.Path(config.directory).resolve()))
   )

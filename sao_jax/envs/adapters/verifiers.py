@@ -1,4 +1,4 @@
-"""Single-turn tasks written for Prime Intellect's `verifiers.v1`: their prompts, scored by their own rewards."""
+"""Single-turn tasks of Prime Intellect's `verifiers.v1`, scored by their own rewards."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _MEMORY_BYTES = 4 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifiersConfig:
-  """How a taskset is used.
+  """Settings of a taskset.
 
   Raises:
-    ValueError: `num_tasks` below 1.
+    ValueError: a field is outside its range.
   """
 
   num_tasks: int = 1_000
-  """Tasks taken from the front of the taskset, which may be endless; task indices beyond them start again."""
+  """Number of tasks to use, from the first on; a taskset may be endless. Larger task indices start again."""
   success_threshold: float = 1.0
   """Weighted sum of the rewards from which an episode counts as a success."""
   score_timeout_s: float | None = 60.0
-  """Seconds that scoring an answer may take, in one of a few processes; past it the answer scores 0. None: no limit, in
-  this process, for rewards that wait for other services, or that cannot be sent to a process."""
+  """Seconds to score an answer in one of a few child processes; a slower one scores 0. None scores in this process,
+  without a limit, for rewards that wait for other services or cannot be pickled."""
   template: Template = Template()
 
   def __post_init__(self) -> None:
@@ -45,19 +45,19 @@ class VerifiersConfig:
 
 
 class VerifiersTask(TextGame):
-  """One task per episode: its system prompt and prompt, one answer, the weighted sum of its `@reward` methods.
+  """An environment with one task per episode: its prompts, one answer, and the weighted sum of its `@reward` methods.
 
-  What needs the package's own agent loop (a runtime or container, tool servers, skills, a user who answers, hooks on
-  requests and responses, a prompt that is not the user's text) is refused when the task comes up; it cannot be had
-  without that loop. An answer that was cut off before its end is recorded as one of finish reason `length`. One that is
-  not scored in time, or whose scoring ends its process, scores 0, with the reason as `info["scorer_error"]`.
+  `reset` refuses tasks that need the package's own agent loop: a runtime or container, tool servers, skills, a user
+  simulator, hooks on requests and responses, or a prompt that is not one text of the user. An answer that was cut off
+  gets the finish reason `length`. An answer scores 0 if scoring takes too long or crashes its process, and
+  `info["scorer_error"]` holds the reason.
 
   Args:
-    config: how the tasks are used.
-    tasks: the tasks, as iterating over a `verifiers.v1.Taskset` yields them (see `verifiers_factory`).
+    config: settings of the tasks.
+    tasks: the tasks that a `verifiers.v1.Taskset` yields (see `verifiers_factory`).
 
   Raises:
-    ValueError: no tasks, or (from `reset`) a task of a kind that cannot be run here.
+    ValueError: there are no tasks, or (from `reset`) a task needs the agent loop.
   """
 
   def __init__(self, config: VerifiersConfig, tasks: Sequence[Any]):
@@ -83,7 +83,7 @@ class VerifiersTask(TextGame):
     arguments = (self._task, text, self._finish_reason)
     try:
       if self.config.score_timeout_s is None:
-        # In a thread of its own: the caller's may be running a loop already, as a notebook's is.
+        # In a new thread, since the caller's thread may run an event loop, as in a notebook.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
           reward, metrics = thread.submit(score, *arguments).result()
       else:
@@ -96,15 +96,15 @@ class VerifiersTask(TextGame):
 
 def _score_elsewhere(task: Any, text: str, finish_reason: str, *, timeout_s: float) -> tuple[float, dict[str, float]]:
   with require_extra("envs"):
-    import cloudpickle  # Of classes that cannot be imported elsewhere, such as a notebook's, it sends the code.
+    import cloudpickle  # It sends the code of classes that the process cannot import.
     import verifiers.v1 as vf
 
   try:
     packed = base64.b64encode(cloudpickle.dumps((task, text, finish_reason))).decode("ascii")
   except Exception as error:
     raise ValueError(
-      "tasks must be such that they can be pickled, or VerifiersConfig.score_timeout_s None; "
-      f"{type(task).__name__}: {error}"
+      "tasks must support pickling, or VerifiersConfig.score_timeout_s must be None; "
+      f"received {type(task).__name__}: {error}"
     ) from error
   workers = shared_pool("sao_jax.envs.adapters._verifiers_worker", memory_bytes=_MEMORY_BYTES)
   try:
@@ -115,10 +115,10 @@ def _score_elsewhere(task: Any, text: str, finish_reason: str, *, timeout_s: flo
 
 
 def verifiers_factory(config: VerifiersConfig, taskset: Any) -> EnvironmentFactory:
-  """Makes environments over the tasks of a `verifiers.v1.Taskset`, which are loaded once.
+  """Returns a factory of environments for a `verifiers.v1.Taskset`, whose tasks are loaded once.
 
   Raises:
-    ValueError: a taskset whose tasks share tool servers, which need the package's own agent loop.
+    ValueError: the tasks share tool servers, which need the package's agent loop.
   """
   if type(taskset).toolsets(taskset.config):
     raise ValueError(f"taskset must be one of single-turn tasks; those of {type(taskset).__name__} share tool servers.")
@@ -151,13 +151,13 @@ def _check_single_turn(task: Any) -> None:
 
 
 def _requires_runtime(hook: Callable[..., Any]) -> bool:
-  """As the package itself decides it."""
+  """Whether a hook requires a runtime, by the same rule as in the package."""
   parameter = inspect.signature(hook).parameters.get("runtime")
   return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _hooks_into_calls(task: Any) -> bool:
-  """Whether it changes or refuses model calls. Stops that read the trace come before a next turn: there is none."""
+  """Whether a task changes or refuses model calls. Stops that read the trace only matter before a second turn."""
   import verifiers.v1 as vf
   from verifiers.v1.session import hook_boundary
   from verifiers.v1.utils.decorators import discover_decorated

@@ -1,1 +1,1 @@
-"""Programming tasks judged by hidden tests."""
+"""Programming tasks that hidden tests judge."""

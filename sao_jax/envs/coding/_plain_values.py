@@ -1,8 +1,8 @@
-"""Plain Python values as text and back: all that crosses between code under test and the tests that judge it.
+"""Conversion of plain Python values to text and back, for messages between tested code and its tests.
 
-What comes out of `decode` is made of None, bool, int, float, complex, str, bytes, list, tuple, dict, set and frozenset
-themselves, whoever wrote the text: no subclass, no object with methods of its own. Standard library only, since this
-file's text runs in the sandbox.
+For any text, `decode` returns only values of exactly the types None, bool, int, float, complex, str, bytes, list,
+tuple, dict, set and frozenset. No subclass and no object with its own methods can pass. This module uses only the
+standard library, since its text runs in the sandbox.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def encode(value: Any) -> str:
-  """One line of ASCII; instances of subclasses become what they derive from. TypeError for any other kind of value."""
+  """Returns a value as one line of ASCII. Subclasses become their plain base. Other values raise TypeError."""
   return json.dumps(_dissolve(value))
 
 
 def decode(text: str) -> Any:
-  """The value of a text from anywhere. ValueError, TypeError or RecursionError if it does not describe one."""
+  """Returns the value of an untrusted text. Raises ValueError, TypeError or RecursionError if it is invalid."""
   return _build(json.loads(text))
 
 
@@ -27,7 +27,7 @@ def _dissolve(value: Any) -> Any:
   if isinstance(value, str):
     return str.__str__(value)
   if isinstance(value, int):
-    return {"int": int.__format__(value, "x")}  # hexadecimal: of any length
+    return {"int": int.__format__(value, "x")}  # Hexadecimal has no limit of length.
   if isinstance(value, float):
     return {"float": float.__repr__(value)}
   if isinstance(value, complex):
@@ -50,7 +50,7 @@ def _build(node: Any) -> Any:
   if isinstance(node, list):
     return [_build(item) for item in node]
   if not isinstance(node, dict) or len(node) != 1:
-    raise ValueError("a plain value is null, true, false, a string, a list or one tagged value")
+    raise ValueError("a plain value must be null, true, false, a string, a list or one tagged value")
   ((kind, content),) = node.items()
   if kind == "int":
     return int(_text(content), 16)
@@ -66,10 +66,10 @@ def _build(node: Any) -> Any:
   if kind in ("tuple", "set", "frozenset") and isinstance(content, list):
     items = [_build(item) for item in content]
     return tuple(items) if kind == "tuple" else set(items) if kind == "set" else frozenset(items)
-  raise ValueError(f"no kind of plain value: {kind!r}")
+  raise ValueError(f"unknown kind of plain value: {kind!r}")
 
 
 def _text(content: Any) -> str:
   if not isinstance(content, str):
-    raise ValueError("the content of a number or of bytes is a string")
+    raise ValueError("the content of a number or of bytes must be a string")
   return content

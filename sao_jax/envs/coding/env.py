@@ -1,13 +1,13 @@
-"""A coding agent's environment: a small repository with a failing test, worked on through text commands.
+"""An environment for coding agents: a small repository with a failing test, edited by text commands.
 
-The files live on the host as text; only tests run code, in a fresh sandbox session each time. Commands, one per action:
+The files are text on the host. Only tests run code, each time in a new sandbox session. Each action is one command:
 
     list
     read PATH [FIRST LAST]
     search TEXT
-    edit PATH            (then: a line `<<<<`, the old lines, `====`, the new lines, `>>>>`)
+    edit PATH            (followed by a line `<<<<`, the old lines, `====`, the new lines, `>>>>`)
     test                 (runs the visible test)
-    submit               (runs the hidden tests: reward 1 if they pass, and the episode ends)
+    submit               (runs the hidden tests and ends the episode; the reward is 1 if they pass)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sao_jax.envs.sandbox import PythonTool
 _HELP = "Commands: list | read PATH [FIRST LAST] | search TEXT | edit PATH with <<<< old ==== new >>>> | test | submit"
 
 _MAX_DIGITS = 9
-"""Of a line's number; Python refuses to read one of thousands of digits."""
+"""Most digits of a line number. Python cannot convert a number of thousands of digits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class CodingConfig:
   max_turns: int = 30
   max_observation_chars: int = 4000
   max_file_chars: int = 100_000
-  """An edit that makes a file longer is refused."""
+  """Longest file. Edits that would make a file longer are refused."""
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
@@ -44,7 +44,7 @@ class CodingConfig:
 
 
 class Coding:
-  """Implements `types.Environment`: one agent, one repository at a time."""
+  """An environment with one repository per episode."""
 
   def __init__(self, config: CodingConfig, tool: PythonTool, tasks: Sequence[CodingTask]):
     if not tasks:
@@ -89,7 +89,7 @@ class Coding:
     return Step(observation=observation(answer), done=over, truncated=over, info={"success": False} if over else {})
 
   def close(self) -> None:
-    """Holds nothing between steps."""
+    """Does nothing; there is nothing to release."""
 
   def _list(self, argument: str) -> str:
     names = sorted(name for name in self._files if name.startswith(argument))
@@ -107,7 +107,7 @@ class Coding:
 
   def _search(self, argument: str) -> str:
     if not argument:
-      return "search what?\n"
+      return "search needs a text\n"
     found = [
       f"{path}:{number}: {line}\n"
       for path, text in sorted(self._files.items())

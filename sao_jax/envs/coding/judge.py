@@ -1,11 +1,11 @@
-"""Whether code passes tests that it must not see, when it would do anything to be said to pass them.
+"""Hidden tests for untrusted code, which may try to fake a pass.
 
-The code and the tests never share a process. The code runs in one sandbox session, as a function that the host calls;
-the tests run in another, where `candidate(...)` is a stub: arguments and results cross between the two, through the
-host, as texts of plain values (`_plain_values`). The session of the tests reads nothing else of the code's making, and
-only it can say that they passed. So whatever the code does to its interpreter (patching builtins, walking frames,
-exiting, printing), all that it can choose are the values it returns, which the tests compare in a process of their own,
-as objects that cannot lie about equality.
+The code and the tests never share a process. The code runs in one sandbox session, as a function that the host calls.
+The tests run in another session, where `candidate(...)` is a stub. Arguments and results cross between the sessions
+through the host, as texts of plain values (`_plain_values`). The session of the tests reads nothing else from the code,
+and only that session can report a pass. The code may patch builtins, walk frames, exit or print in its interpreter. It
+can still choose only the values that it returns. The tests compare those in their own process, as plain objects that
+cannot fake equality.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _exception(name, message):
   kind = getattr(builtins, name, None)
   if not isinstance(kind, type) or not issubclass(kind, Exception):
     kind = RuntimeError
-  if issubclass(kind, (StopIteration, StopAsyncIteration)):  # would end a loop of the test instead of the test
+  if issubclass(kind, (StopIteration, StopAsyncIteration)):  # These would end a loop of the test instead of the test.
     kind = RuntimeError
   try:
     return kind(message)
@@ -70,7 +70,7 @@ sao_host.ask(b"passed")
 
 
 class _Candidate:
-  """Answers the calls of the tests by running them in the code's session."""
+  """Runs the calls of the tests in the session of the code."""
 
   def __init__(self, session: PythonSession):
     self._session = session
@@ -78,7 +78,7 @@ class _Candidate:
     self.passed = False
 
   def answer(self, message: bytes) -> bytes | None:
-    """What the tests' session asks; None, which ends it, once the code has lost its interpreter."""
+    """Replies to the session of the tests. None ends that session, since the code has lost its interpreter."""
     if message == _PASSED:
       self.passed = True
       return b""
@@ -94,13 +94,14 @@ class _Candidate:
 
 
 def passes_hidden_tests(tool: PythonTool, files: Mapping[str, str], entry_point: str, tests: str) -> bool:
-  """Whether a repository's function passes tests that it cannot see or touch.
+  """Whether a function of a repository passes tests that it cannot see or change.
 
   Args:
-    tool: runs both sides; its wall-clock limit is that of the tests as a whole.
-    files: the repository, path to text.
+    tool: runs both sides. Its wall-clock limit holds for all tests together.
+    files: texts of the repository by path.
     entry_point: `module:function`, called for every `candidate(...)` of the tests.
-    tests: a program that raises unless `candidate` is right. Plain values go in and come out (see `_plain_values`).
+    tests: program that raises unless `candidate` is right. Arguments and results are plain values (see
+      `_plain_values`).
   """
   module, _, function = entry_point.partition(":")
   if not module or not function:
@@ -114,9 +115,9 @@ def passes_hidden_tests(tool: PythonTool, files: Mapping[str, str], entry_point:
 
 
 def run_test(tool: PythonTool, files: Mapping[str, str], program: str) -> tuple[bool, str]:
-  """Runs a test program in the repository, next to the code: `(passed, output)`.
+  """Runs a test program in the repository and returns `(passed, output)`.
 
-  The code can fake that it passed: for what the model is shown, not for rewards.
+  The code shares a process with the test and can fake a pass. Show the result to the model, but give no reward for it.
   """
   said: list[bytes] = []
 

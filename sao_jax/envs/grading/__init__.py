@@ -1,1 +1,1 @@
-"""Grading of answers to mathematical problems."""
+"""Grading of answers to math problems."""

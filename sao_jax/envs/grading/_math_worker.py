@@ -1,4 +1,4 @@
-"""The rules of `math_grading`, in the process that grades (see `scoring_process`): `[gold, answer]` in, a bool out."""
+"""Grading in the process of `math_grading` (see `scoring_process`): a request is `[gold, answer]`, a reply a bool."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 _MAX_CHARS = 2000
-"""Characters at the end of a text without a box that are searched for an answer."""
+"""Number of characters at the end of a text without a box that are searched for an answer."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MARK = re.compile(rf"(?P<box>{_BOX.pattern})|\\.|[{{}}]", re.DOTALL)
 _JOIN = re.compile(r"(?:[^A-Za-z0-9.!?\\]|\\[A-Za-z]+|\\[^A-Za-z]|\b(?:and|or)\b)*")
-"""Between boxes, or formulas, that together are one answer: `\\boxed{1}$ and $\\boxed{2}`; no words, no full stop."""
+"""Text between boxes or formulas that form one answer, as in `\\boxed{1}$ and $\\boxed{2}`: no words, no full stop."""
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:\s*\\?%)?|[-+]?\.\d+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -28,17 +28,17 @@ _DENIAL = re.compile(r"\b(?:not|never|wrong|no|or|nor)\b|n't\b", re.IGNORECASE)
 
 
 def last_box(text: str) -> str:
-  """The last box, or boxes if only commas, "and" and the like stand between them; a text without boxes as it is.
+  """Returns the last box, or the last boxes if only commas, "and" and the like separate them.
 
-  A box inside a box is a part of it. A last box that does not end, or that seems to end
-  twice on its line, leaves nothing that could be read.
+  A text without boxes is returned unchanged. A box inside a box is part of the outer one. If the last box is not
+  closed, or seems to be closed twice on its line, the result is empty.
 
   >>> last_box("\\\\boxed{71} no, \\\\boxed{70}."), last_box("$\\\\boxed{1}$ and $\\\\boxed{2}$"), last_box("It is 12.")
   ('\\\\boxed{70}', '\\\\boxed{1}, \\\\boxed{2}', 'It is 12.')
   """
-  stray = -1  # where the last brace is closed that was not opened
-  opened: list[tuple[bool, int, int]] = []  # whether it is a box, where it begins, where its content does
-  boxes: list[tuple[int, int, int]] = []  # where it begins, where its content does, where that ends
+  stray = -1  # position of the last closing brace without an opening one
+  opened: list[tuple[bool, int, int]] = []  # (is a box, its start, start of its content)
+  boxes: list[tuple[int, int, int]] = []  # (its start, start and end of its content)
   for mark in _MARK.finditer(text):
     if mark["box"] or mark[0] == "{":
       opened.append((bool(mark["box"]), mark.start(), mark.end()))
@@ -63,11 +63,11 @@ def last_box(text: str) -> str:
 
 
 def given_answers(text: str) -> list[str]:
-  """The texts that may be the answer, one of which has to be right as a whole.
+  """Returns the candidates for the answer in a text. One of them must be right as a whole.
 
-  A box, if there is one, is the only such text, and so is a text without words. Among words it is a line by itself, the
-  last formula, or without formulas the end of "the answer is ..." and the last sentence with numbers from its first
-  number to its last.
+  A box is the only candidate, and so is a text without words. Otherwise the candidates are the text if it is a single
+  line, and the last formula. Without formulas they are the end of "the answer is ...", and the numbers of the last
+  sentence with numbers, from the first to the last.
 
   >>> given_answers("\\\\boxed{71} no, \\\\boxed{70}."), given_answers("It is 12."), given_answers("so 2+2=4")
   (['\\\\boxed{70}'], ['It is 12.', '12'], ['so 2+2=4', '2+2=4'])
@@ -98,24 +98,24 @@ def given_answers(text: str) -> list[str]:
 
 
 def equal(gold: str, answer: str) -> bool:
-  """Whether an answer is right for a reference; see `answer_kinds`. An answer that cannot be read is wrong."""
+  """Whether an answer is right for a reference; see `answer_kinds`. An answer that cannot be parsed is wrong."""
   try:
     from sao_jax.envs.grading.answer_kinds import same_answer
     from sao_jax.envs.grading.answer_tokens import UnreadableError
 
     wanted = last_box(gold)
     for found in given_answers(answer):
-      with contextlib.suppress(UnreadableError):  # It is another of the texts, or wrong.
+      with contextlib.suppress(UnreadableError):  # The next candidate may be right.
         if same_answer(wanted, found):
           return True
-  except Exception as error:  # noqa: BLE001 (out of memory, too deep, or a fault of the parser: it cannot be read)
-    logging.getLogger(__name__).debug("an answer could not be read: %r", error)
+  except Exception as error:  # noqa: BLE001 (out of memory, too deep, or a fault of the parser)
+    logging.getLogger(__name__).debug("cannot parse an answer: %r", error)
   return False
 
 
 def start() -> Callable[[Any], bool]:
-  """Loads what grading needs; the function grades `[gold, answer]`."""
-  import math_verify  # noqa: F401 (before the memory is limited)
+  """Loads the packages for grading and returns the function that grades `[gold, answer]`."""
+  import math_verify  # noqa: F401 (loaded before memory is limited)
 
-  equal("2\\pi", "\\pi\\cdot 2")  # loads what is loaded at the first use
+  equal("2\\pi", "\\pi\\cdot 2")  # Some modules load at the first use.
   return lambda request: equal(*request)

@@ -1,24 +1,24 @@
-r"""Kinds of answers: the reference decides which one is asked for, and an answer of another kind is wrong.
+r"""Kinds of answers. The reference has a kind, and an answer of another kind is wrong.
 
-| kind     | reference                           | right                                                         |
+| kind     | reference                           | right answer                                                  |
 |----------|-------------------------------------|---------------------------------------------------------------|
-| words    | `\text{Evelyn}`, `x + c for any c`  | the same tokens; case and spacing of words do not count       |
-| quantity | `3 hours 20 minutes`                | the same numbers of the same units                            |
+| words    | `\text{Evelyn}`, `x + c for any c`  | the same tokens; case and spacing of words are ignored        |
+| quantity | `3 hours 20 minutes`                | the same numbers with the same units                          |
 | rows     | `\begin{cases}`, `\begin{align}`    | the same rows, as a list                                      |
-| list     | `1, 2`, `1 and 2`, `\pm 3`          | the same elements in any order; with dots in the same order   |
-| relation | `y = 2x + 3`, `x \le 2`             | an equivalent one; of `x = 5` also 5, of `x \le 2` the interval |
+| list     | `1, 2`, `1 and 2`, `\pm 3`          | the same elements in any order; with dots, in the same order  |
+| relation | `y = 2x + 3`, `x \le 2`             | an equivalent one; 5 for `x = 5`, the interval for `x \le 2`  |
 | union    | `(-\infty, 1) \cup (2, 3)`          | the same parts in any order                                   |
 | set      | `\{1, 2\}`                          | the same elements in any order                                |
 | bracket  | `(3, \frac{\pi}{2})`, `[1, 2)`      | the same brackets with the same entries, in order             |
 | matrix   | `\begin{pmatrix}`                   | the same entries                                              |
 | ratio    | `3 : 4`                             | the same ratio                                                |
 | based    | `4210_5`                            | the same digits with the same base                            |
-| number   | `12`, `\frac{\pi}{2}`               | the same value; units may be left out, but must not differ    |
+| number   | `12`, `\frac{\pi}{2}`               | the same value; units may be missing, but must not differ     |
 | expression | `2x + 1`                          | an equal expression in the same letters                       |
-| other    | what is left                        | the same tokens                                               |
+| other    | anything else                       | the same tokens                                               |
 
-A name may stand before an answer of every kind: `x = 5`, `P(X = 3) = \frac{1}{8}`. A percent sign is a unit: 50% is
-right where 50 or 50% is asked for; 1/2 is wrong for 50%, and 50% for 1/2.
+Answers of every kind may have a name: `x = 5`, `P(X = 3) = \frac{1}{8}`. A percent sign is a unit: 50% is right for the
+references 50 and 50%, but 1/2 is wrong for 50%, and 50% is wrong for 1/2.
 """
 
 from __future__ import annotations
@@ -61,26 +61,26 @@ class Kind:
 
   name: str
   fits: Test
-  """Whether a reference is of this kind; the first kind that fits is meant."""
+  """Whether a reference is of this kind. The first kind that fits counts."""
   same: Comparison
   """Whether an answer is right for a reference of this kind."""
 
 
 def kind_of(gold: Nodes) -> Kind:
-  """The kind of a reference."""
+  """Returns the kind of a reference."""
   return next(kind for kind in _kinds() if kind.fits(gold))
 
 
 def same_answer(gold: str, answer: str) -> bool:
-  """Whether an answer is right for a reference, neither with a box around it.
+  """Whether an answer is right for a reference. Neither has a box around it.
 
   Raises:
-    UnreadableError: one of them cannot be read.
+    UnreadableError: one of them cannot be parsed.
   """
   wanted, found = tokens(gold), tokens(answer)
   if same(wanted, found):
     return True
-  # 1,234 is a number by itself, and two where several are asked for.
+  # 1,234 alone is one number, but it may be two elements of a list.
   several = kind_of(wanted).name in ("list", "set", "bracket", "union")
   return several and same(tokens(gold, thousands=False), tokens(answer, thousands=False))
 
@@ -92,7 +92,7 @@ def same(gold: Nodes, answer: Nodes) -> bool:
   try:
     return kind_of(gold).same(gold, answer)
   except UnreadableError:
-    return False  # It is of another kind.
+    return False  # The answer is of another kind.
 
 
 def _kinds() -> tuple[Kind, ...]:
@@ -115,7 +115,7 @@ def _kinds() -> tuple[Kind, ...]:
 
 
 def _is_words(gold: Nodes) -> bool:
-  """Whether words say something that no unit does."""
+  """Whether there are words other than units and names."""
   if not words(gold) or len(quantities(gold)) > 1:
     return False
   if rows(gold) is not None or any(isinstance(x, Group) and x.open in MATRICES for x in gold):
@@ -138,7 +138,7 @@ def _same_words(gold: Nodes, answer: Nodes) -> bool:
 
 
 def _folded(nodes: Nodes) -> tuple[str, ...]:
-  """The tokens with words in lower case; of a choice like (C) the letter."""
+  """Returns the tokens with words in lower case. A choice like (C) gives its letter."""
   if is_group(nodes, ("(",)) and isinstance(nodes[0], Group) and len(nodes[0].items) == 1:
     nodes = nodes[0].items
   return tuple(text.lower() if len(text) > 1 or words(nodes) else text for text in literal(nodes))
@@ -158,7 +158,7 @@ def _same_measure(gold: Nodes, answer: Nodes) -> bool:
 
 
 def _same_number(gold: Nodes, answer: Nodes) -> bool:
-  """Whether every side of an equation is the number or has none; of an approximation, whether its first side is."""
+  """Whether all sides of an equation with a value have the right one. Rounded sides need only be close."""
   parts, signs = sides(answer)
   if "≡" in signs:
     return _same_residue(gold, parts, signs)
@@ -181,12 +181,12 @@ def _same_number(gold: Nodes, answer: Nodes) -> bool:
 
 
 def _is_term(part: Nodes) -> bool:
-  """Whether it is an expression with letters whose value an equation may state: `m + n = 70`."""
+  """Whether a part is an expression with letters, whose value an equation may give: `m + n = 70`."""
   return starts_with_letter(part) and _is_value(part, number=False)
 
 
 def _rounds(exact: Nodes, rounded: Nodes) -> bool:
-  """Whether a decimal approximates a number to its last place, and is no second candidate of as many places."""
+  """Whether a decimal is a number rounded to its last place. One with as many places is a second answer instead."""
   exact, rounded = measure(exact)[0], measure(rounded)[0]
   value = answer_values.plain_value(rounded)
   if value is None or not answer_values.is_decimal(rounded):
@@ -198,7 +198,7 @@ def _rounds(exact: Nodes, rounded: Nodes) -> bool:
 
 
 def _same_residue(gold: Nodes, parts: list[Nodes], signs: list[str]) -> bool:
-  """Whether a congruence holds, if both of its sides are numbers, and its right side is the residue asked for."""
+  """Whether the right side of a congruence is the right residue. If both sides are numbers, it must also hold."""
   if len(parts) != 2:
     return False
   row = parts[1]
@@ -225,7 +225,7 @@ def _unwrapped(nodes: Nodes) -> Nodes:
 
 
 def _named(compare: Comparison) -> Comparison:
-  """The comparison with every side of an equation that is no name; there must be one, and all must be right."""
+  """Extends a comparison to equations: all sides but names must be right, and the last one always counts."""
 
   def compare_sides(gold: Nodes, answer: Nodes) -> bool:
     parts, signs = sides(answer)
@@ -257,12 +257,12 @@ def _same_ratio(gold: Nodes, answer: Nodes) -> bool:
 
 
 def _elements(nodes: Nodes) -> list[Nodes]:
-  """The elements of a list; an element with ± is two."""
+  """Returns the elements of a list. An element with ± counts as two."""
   parts, separators = split(nodes, lambda node: node.kind == "sep")
   if len(parts) > 2 and separators[-1] in ("and", "or") and not parts[-2]:
     parts = [*parts[:-2], parts[-1]]  # "1, 2, and 3"
   if not all(parts):
-    raise UnreadableError("a separator must stand between two elements.")
+    raise UnreadableError("a separator must be between two elements.")
   return [x for part in parts for x in _signs(part)]
 
 
@@ -303,13 +303,13 @@ def nodes_of_set(nodes: Nodes) -> Nodes | None:
 
 
 def _after_name(nodes: Nodes) -> Nodes:
-  """What `x =` or `x ∈` stands before."""
+  """Returns the set after `x =` or `x ∈`, or all nodes if there is none."""
   parts, signs = sides(nodes) if has(nodes, RELATIONS) and nodes_of_set(nodes[-1:]) is not None else ([nodes], [])
   return parts[1] if len(parts) == 2 and signs[0] in ("=", "∈") and is_name(parts[0]) else nodes
 
 
 def _same_elements(wanted: list[Nodes], found: list[Nodes]) -> bool:
-  """Whether the elements are the same: in order if there are dots among them, else in any order."""
+  """Whether the elements are the same, in the same order if there are dots among them, else in any order."""
   if len(wanted) != len(found) or len(wanted) > 100:
     return False
   dots = Token("dots", "...")
@@ -317,11 +317,11 @@ def _same_elements(wanted: list[Nodes], found: list[Nodes]) -> bool:
     return all(a == b if dots in a or dots in b else same(a, b) for a, b in zip(wanted, found, strict=True))
   named = {literal(sides(part)[0][0]) for part in wanted if has(part, RELATIONS)}
   if len(named) > 1 and not all(has(part, RELATIONS) for part in found):
-    return False  # Which of the values is x, and which is y?
+    return False  # It is unclear which value is x and which is y.
   if not named:
     names = {literal(part[: part.index(Token("op", "="))]) for part in found if Token("op", "=") in part}
     if len({name[:1] for name in names}) > 1:
-      return False  # x = 1, y = 2 is no list of values of x.
+      return False  # x = 1, y = 2 is not a list of values of x.
   rest = list(found)
   for part in wanted:
     equal = [x for x in rest if literal(x) == literal(part)]
@@ -392,12 +392,12 @@ def _same_relation(gold: Nodes, answer: Nodes) -> bool:
 
 
 def _names_one(nodes: Nodes) -> bool:
-  """Whether it names one quantity, not a product of two."""
+  """Whether nodes name one quantity, not a product of two."""
   return is_name(nodes) and sum(isinstance(node, Token) and node.kind in ("letter", "cmd") for node in nodes) <= 1
 
 
 def _same_interval(gold: Nodes, answer: Nodes) -> bool:
-  """Whether one is an inequality in one letter and the other the interval, or union of intervals, of its solutions."""
+  """Whether one is an inequality in one letter, and the other the interval or union of intervals of its solutions."""
   wanted, found = (_inequality(x) or _intervals(x) for x in (gold, answer))
   if not wanted or not found or (_inequality(gold) is None) == (_inequality(answer) is None):
     return False
@@ -416,7 +416,7 @@ def _intervals(nodes: Nodes) -> list[Group] | None:
 
 
 def _inequality(nodes: Nodes) -> list[Group] | None:
-  """The intervals of `1 < x \\le 2`, or of several joined by "or"."""
+  """Returns the intervals of `1 < x \\le 2`, or of several inequalities joined by "or"."""
   parts, separators = split(nodes, lambda node: node.kind == "sep")
   if not set(separators) <= {"or"}:
     return None

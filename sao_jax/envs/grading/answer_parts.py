@@ -1,4 +1,4 @@
-"""Parts of an answer: sides of an equation, elements of a list, names before it and units after it."""
+"""Parts of an answer: sides of an equation, elements of a list, names before a value and units after it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ROWS: Set[str] = frozenset(("cases", "align", "aligned", "gather", "gathered", 
 _NAMING: Set[str] = frozenset(
   (r"\angle", r"\triangle", r"\overline", r"\partial", r"\nabla", r"\#", r"\hat", r"\vec", r"\bar", r"\tilde", r"\circ")
 )
-"""Commands without a value that may stand in a name: `\\angle ABC = 30`."""
+"""Commands without a value that may be part of a name: `\\angle ABC = 30`."""
 _DECIDING = """not no never either neither but if else than maybe perhaps is are was for when where wrong except zero
 one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
 nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million half odd even prime"""
-"""Words that are no unit and no name: they say more than the number does."""
+"""Words that are neither units nor names. They change the meaning of an answer."""
 UNITS: Mapping[str, str] = {
   "mm": "millimeter millimeters", "cm": "centimeter centimeters centimetre centimetres",
   "m": "meter meters metre metres",
@@ -46,7 +46,7 @@ def is_group(nodes: Nodes, opening: tuple[str, ...]) -> bool:
 
 
 def split(nodes: Nodes, separates: Callable[[Token], bool]) -> tuple[list[Nodes], list[str]]:
-  """The parts between separators, and the separators."""
+  """Returns the parts between separators, and the separators."""
   parts: list[Nodes] = [()]
   between: list[str] = []
   for node in nodes:
@@ -65,12 +65,12 @@ def all_nodes(nodes: Nodes) -> list[Node]:
 def sides(nodes: Nodes) -> tuple[list[Nodes], list[str]]:
   parts, signs = split(nodes, lambda node: is_op(node, RELATIONS))
   if not all(parts):
-    raise UnreadableError("a sign of relation must stand between two sides.")
+    raise UnreadableError("a relation sign must be between two sides.")
   return parts, signs
 
 
 def is_name(nodes: Nodes) -> bool:
-  """Whether it can only name a quantity: `x_1`, `P(X = 3)`, `\\min_{x = 3} f(x)`, `(a, b)`, `\\text{Area}`."""
+  """Whether nodes can only name a quantity: `x_1`, `P(X = 3)`, `\\min_{x = 3} f(x)`, `(a, b)`, `\\text{Area}`."""
   has_letter = any(char.isalpha() for text in literal(nodes) for char in text)
   if not has_letter or any(node.text in _DECIDING.split() for node in words(nodes)):
     return False
@@ -89,7 +89,7 @@ def is_name(nodes: Nodes) -> bool:
 
 
 def starts_with_letter(nodes: Nodes) -> bool:
-  """Whether no number stands first, which spacing alone could part from the rest: `71 \\quad x = 70`."""
+  """Whether nodes begin with a letter. A leading number may be separate from the rest: `71 \\quad x = 70`."""
   nodes = nodes[1:] if is_op(nodes[0], frozenset("+-")) else nodes
   if isinstance(nodes[0], Token) and nodes[0].kind == "cmd":
     return len(nodes) > 1 and isinstance(nodes[1], Group) and _has_letter(nodes[1])
@@ -109,7 +109,7 @@ def unit(word: str) -> str:
 
 
 def measure(nodes: Nodes) -> tuple[Nodes, tuple[str, ...]]:
-  """A value and its unit, if any: `\\$5`, `15^\\circ`, `2 \\text{ cm}^2`, `5 \\text{ apples}`."""
+  """Splits a value and its unit, if any: `\\$5`, `15^\\circ`, `2 \\text{ cm}^2`, `5 \\text{ apples}`."""
   found: list[str] = []
   rest = nodes[1:] if nodes[:1] == (Token("op", "-"),) else nodes
   sign = nodes[: len(nodes) - len(rest)]
@@ -131,7 +131,7 @@ def measure(nodes: Nodes) -> tuple[Nodes, tuple[str, ...]]:
       break
   said = [node.text for node in words(nodes[end:])]
   if len(said) > 4 or any(word in _DECIDING.split() for word in said):
-    raise UnreadableError("a unit must be short and say nothing else.")
+    raise UnreadableError("a unit must have at most four words, without words that change the meaning.")
   return nodes[:end], tuple(found)
 
 
@@ -140,13 +140,13 @@ def ends_unit(node: Node) -> bool:
 
 
 def same_unit(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-  """Whether the units agree; where one is missing or not in the table of units there is nothing to compare."""
+  """Whether units agree. They agree if one is missing or not in the table of units."""
   both_known = all(part in UNITS or not part.isalpha() for part in (*gold, *answer))
   return not gold or not answer or not both_known or gold == answer
 
 
 def quantities(nodes: Nodes) -> list[tuple[Fraction, str]]:
-  """Numbers with units side by side: `3 hours and 20 minutes`; empty for all else."""
+  """Returns the numbers and units of `3 hours and 20 minutes`; empty for anything else."""
   row = [node for node in nodes if not (isinstance(node, Token) and node.kind == "sep")]
   found: list[tuple[Fraction, str]] = []
   for number, word in zip(row[::2], row[1::2], strict=False):
@@ -160,14 +160,14 @@ def quantities(nodes: Nodes) -> list[tuple[Fraction, str]]:
 
 
 def cells(group: Group) -> list[list[Nodes]]:
-  """The cells of a matrix, by rows."""
+  """Returns the cells of a matrix, by rows."""
   found = split(group.items, lambda node: is_op(node, frozenset(("newline",))))[0]
   found = found if found[-1] else found[:-1]
   return [split(row, lambda node: is_op(node, frozenset("&")))[0] for row in found]
 
 
 def rows(nodes: Nodes) -> Nodes | None:
-  """Rows of equations as one list; None for all else."""
+  """Returns rows of equations as one list; None for anything else."""
   if not is_group(nodes, tuple(_ROWS)) or not isinstance(nodes[0], Group):
     return None
   lines = [tuple(node for cell in row for node in cell) for row in cells(nodes[0])]

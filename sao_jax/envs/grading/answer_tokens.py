@@ -1,7 +1,8 @@
-"""Tokens of a mathematical answer in LaTeX, Unicode or plain text: spelling is settled here, meaning in `answer_kinds`.
+"""Tokens of a mathematical answer in LaTeX, Unicode or plain text.
 
-Two answers that are printed alike have the same tokens: spacing, sizes and fonts leave none, and synonyms leave one.
-Nothing is dropped that is printed: a character without a known meaning is a token of kind "other".
+Answers that look the same in print have the same tokens. Spacing, sizes and fonts give no tokens, and synonyms give the
+same one. No printed character is dropped: one without a known meaning is a token of kind "other". The meaning of tokens
+is up to `answer_kinds`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MAX_DEPTH = 40
 
 
 class UnreadableError(ValueError):
-  """An answer that cannot be read as a whole."""
+  """An answer cannot be parsed as a whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Token:
   """A number, letter, word, operator or command."""
 
   kind: str
-  """num, letter, word, unit, func, cmd (a command with a meaning), op, sep (of a list), dots or other."""
+  """num, letter, word, unit, func, cmd (a known command), op, sep (of a list), dots or other."""
   text: str
   value: Fraction | None = None
   """The exact value of a number."""
@@ -33,7 +34,7 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """A pair of brackets, or an environment, with the tokens inside."""
+  """A pair of brackets or an environment, with the tokens inside."""
 
   open: str
   close: str
@@ -132,25 +133,25 @@ _FULL_STOP = re.compile(r"(?<![.\\])\.\s*((?:[$}]|\\[)\]])*)\s*$")
 
 
 def tokens(text: str, *, thousands: bool = True) -> tuple[Node, ...]:
-  """The tokens of an answer, with brackets as `Group`s. A full stop at its end is left out.
+  """Returns the tokens of an answer, with brackets as `Group`s. Drops a full stop at the end.
 
   Args:
     text: the answer, without the box around it.
     thousands: whether `1,000` is one number.
 
   Raises:
-    UnreadableError: it is empty or too long, or its brackets and environments do not match.
+    UnreadableError: the answer is empty or too long, or its brackets or environments do not match.
   """
   if len(text) > MAX_CHARS:
-    raise UnreadableError(f"an answer has at most {MAX_CHARS} characters; received {len(text)}.")
+    raise UnreadableError(f"an answer must have at most {MAX_CHARS} characters; received {len(text)}.")
   for sign, plain in (("^", _RAISED), ("_", _LOWERED)):
     text = re.sub(f"[{''.join(plain)}]+", lambda m: sign + "{" + "".join(plain[x] for x in m[0]) + "}", text)  # noqa: B023
   text = "".join(_UNICODE.get(char, char) for char in text).replace("**", "^")
-  if r"\right." in text:  # A brace in front of cases, which nothing closes.
+  if r"\right." in text:  # An unclosed brace before cases.
     text = text.replace(r"\left\{", "", 1)
   found = _Scanner(_FULL_STOP.sub(r"\1", text), thousands).items()
   if not any(_says_something(node) for node in found):
-    raise UnreadableError(f"an answer must hold a number, a letter or a word; received {text[:60]!r}.")
+    raise UnreadableError(f"an answer must have a number, a letter or a word; received {text[:60]!r}.")
   return found
 
 
@@ -161,7 +162,7 @@ def _says_something(node: Node) -> bool:
 
 
 def literal(nodes: tuple[Node, ...]) -> tuple[str, ...]:
-  """The texts of the tokens in a row; neighbouring letters and words are one text."""
+  """Returns the texts of the tokens. Adjacent letters and words are joined."""
   texts: list[str] = []
   glued = False
   for kind, text in _flat(nodes):
@@ -187,7 +188,7 @@ def _flat(nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
 
 
 class _Scanner:
-  """Reads a text from left to right."""
+  """Scanner of a text from left to right."""
 
   def __init__(self, text: str, thousands: bool):
     self._text = text
@@ -197,10 +198,10 @@ class _Scanner:
     self._is_money = len(re.findall(r"(?<!\\)\$", text)) == 1
 
   def items(self, closing: str = "", words: bool = False) -> tuple[Node, ...]:
-    """Reads up to one of the closing brackets, which stays unread, or to the end of the text if none is named."""
+    """Reads up to one of the closing brackets, which is not consumed, or to the end of the text if none is given."""
     self._depth += 1
     if self._depth > _MAX_DEPTH:
-      raise UnreadableError(f"brackets may be nested {_MAX_DEPTH} deep.")
+      raise UnreadableError(f"brackets must be nested at most {_MAX_DEPTH} deep.")
     found: list[Node] = []
     while True:
       self._skip_space()
@@ -230,7 +231,7 @@ class _Scanner:
     return match
 
   def _next(self, words: bool) -> list[Node]:
-    """The tokens of the next thing in the text: none for spacing, one or a few else."""
+    """Reads the next item of the text: no token for spacing, else one or more."""
     number = self._number()
     if number is not None:
       return [number]
@@ -247,12 +248,12 @@ class _Scanner:
       return [Token("dots", "...")]
     char = self._text[self._at]
     self._at += 1
-    if char == "{":  # Not an argument: it is not printed.
+    if char == "{":  # Not an argument, so it is not printed.
       return list(self._bracket(char, words)[0].items)
     if char in _OPENING:
       return list(self._bracket(char, words))
     if char in ")]}":
-      raise UnreadableError(f"a bracket is closed that was not opened: {char}.")
+      raise UnreadableError(f"unexpected closing bracket: {char}.")
     if char == "$" and not self._is_money:
       return []
     if char in "$€£%":
@@ -260,7 +261,7 @@ class _Scanner:
     return [Token("sep" if char in ",;" else "other", char)]
 
   def _number(self) -> Token | None:
-    """A number, if one comes next; its value is exact, also that of a repeating decimal."""
+    """Reads a number, if there is one. Its value is exact, even for a repeating decimal."""
     if match := self._take(_SCIENTIFIC):
       return Token("num", match[0], Fraction(match[1]) * Fraction(10) ** int(match[2]))
     whole = (self._take(_THOUSANDS) if self._thousands else None) or self._take(_DIGITS)
@@ -276,7 +277,7 @@ class _Scanner:
     return Token("num", str(value) if period else f"{digits or 0}.{fixed}", value)
 
   def _run(self, run: str, words: bool) -> list[Node]:
-    """The tokens of a run of letters: a name, a word or a product of letters."""
+    """Returns the tokens of a run of letters: a name, a word or a product of letters."""
     lower = run.lower()
     if lower in ("and", "or"):
       return [Token("sep", lower)]
@@ -320,7 +321,7 @@ class _Scanner:
     if name in _OPENING:
       return list(self._bracket(name, words))
     if name in (r"\}", r"\rfloor", r"\rceil", r"\rangle", r"\end"):
-      raise UnreadableError(f"a bracket is closed that was not opened: {name}.")
+      raise UnreadableError(f"unexpected closing bracket: {name}.")
     if name in (r"\pmod", r"\pod"):
       return [Token("op", "mod"), self._argument()]
     if name in (r"\sqrt", r"\root"):
@@ -335,7 +336,7 @@ class _Scanner:
     if sign not in "^_":
       return [Token("op", "→" if sign == "->" else sign)]
     self._skip_space()
-    integer = self._take(_INTEGER)  # 2^10, as models write it, is 2^{10}.
+    integer = self._take(_INTEGER)  # Models write 2^10 for 2^{10}.
     if integer is None:
       return [Token("op", sign), self._argument(parentheses=True)]
     minus = [Token("op", "-")] if integer[0][0] == "-" else []
@@ -343,7 +344,7 @@ class _Scanner:
     return [Token("op", sign), Group("{", "}", (*minus, Token("num", digits, Fraction(digits))))]
 
   def _argument(self, *, words: bool = False, parentheses: bool = False) -> Group:
-    """A command's argument: a pair of braces, or one digit, letter or command."""
+    """Reads an argument of a command: a pair of braces, or one digit, letter or command."""
     self._skip_space()
     char = self._text[self._at : self._at + 1]
     if char == "{" or (char == "(" and parentheses):
@@ -360,7 +361,7 @@ class _Scanner:
     return Group("{", "}", tuple(self._command(match[0], words)))
 
   def _root(self, *, braced: bool) -> list[Node]:
-    r"""A root with its degree, if given. Without braces √13 has one meaning, \sqrt13 has two."""
+    r"""Reads a root and its degree, if given. Without braces, √13 has one meaning but \sqrt13 has two."""
     self._skip_space()
     degree: list[Node] = []
     if self._text.startswith("[", self._at):

@@ -1,7 +1,8 @@
-"""Values of single expressions: tokens are written out as LaTeX that has one meaning, which math-verify's parser reads.
+"""Values of single expressions.
 
-Left alone, that parser adds numbers that stand side by side, and reads 3.1 as a binary fraction and I as the imaginary
-unit. Here two numbers side by side cannot be read, decimals are fractions, and a letter is a letter.
+Tokens are converted to unambiguous LaTeX for the parser of math-verify. By itself, that parser adds adjacent numbers,
+reads 3.1 as a binary fraction and takes I for the imaginary unit. Here adjacent numbers are an error, decimals are
+fractions, and I is a letter.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ Nodes: TypeAlias = tuple[Node, ...]
 
 _DIGITS, _MAX_DIGITS = 30, 1000
 _ROUNDED_DIGITS = 6
-"""From so many significant digits on, a decimal may stand for the number that it rounds."""
+"""Number of significant digits from which a decimal may stand for the number that it rounds."""
 _POINTS = (1.6180339, -0.7320508, 3.3166247, -2.4494897)
 _TOLERANCE = 1e-20
 _SEVERAL_ARGUMENTS: Set[str] = frozenset((r"\max", r"\min", r"\gcd", r"\lcm"))
 _FUNCTION_LETTERS: Set[str] = frozenset("fghFGHPQ")
-"""Letters that a parenthesis makes the name of a function: their values are not known."""
+"""Letters that name a function before a parenthesis. Their values are unknown."""
 _RENAMED: Mapping[str, str] = {"i": "(I)", "I": r"\varkappa ", "d": r"\varpi "}
 _BRACKETS: Mapping[str, tuple[str, str]] = {
   "(": ("(", ")"), "[": ("(", ")"), r"\lfloor": (r"\lfloor ", r"\rfloor "), r"\lceil": (r"\lceil ", r"\rceil "),
@@ -30,7 +31,7 @@ _SIGNS: Mapping[str, str] = {"+": "+", "-": "-", "*": r"\cdot ", "/": "/", "mod"
 
 
 def plain_value(nodes: Nodes) -> Fraction | None:
-  """The value of an integer, a decimal or a fraction of two of them, with or without a sign; None for all else."""
+  """Returns the value of an integer, a decimal or a fraction of them, with an optional sign; None for anything else."""
   value: Fraction | None = None
   match _unsigned(nodes):
     case (Token("num", _, number),):
@@ -47,11 +48,11 @@ def plain_value(nodes: Nodes) -> Fraction | None:
 def same_value(gold: Nodes, answer: Nodes) -> bool:
   """Whether two expressions have the same value.
 
-  Rational numbers are compared exactly, others to 30 digits, and expressions with letters at a few points. A decimal of
-  at least six significant digits also stands for a number that is not written as a decimal and rounds to it.
+  Rational numbers are compared exactly, other numbers to 30 digits, and expressions with letters at a few points. A
+  decimal of at least six significant digits also equals a number that rounds to it and is not written as a decimal.
 
   Raises:
-    UnreadableError: one of them is no expression.
+    UnreadableError: one of them is not an expression.
   """
   if literal(gold) == literal(answer):
     return True
@@ -70,19 +71,19 @@ def same_value(gold: Nodes, answer: Nodes) -> bool:
 
 
 def is_number(nodes: Nodes) -> bool:
-  """Whether it is an expression without letters, of a finite value.
+  """Whether nodes are an expression without letters and with a finite value.
 
   Raises:
-    UnreadableError: it is no expression.
+    UnreadableError: they are not an expression.
   """
   return plain_value(nodes) is not None or bool(getattr(expression(nodes), "is_number", False))
 
 
 def expression(nodes: Nodes) -> Any:
-  """The SymPy expression of an arithmetic expression.
+  """Returns an arithmetic expression as a SymPy expression.
 
   Raises:
-    UnreadableError: it is none.
+    UnreadableError: the nodes are not an arithmetic expression.
   """
   import sympy
   from latex2sympy2_extended import latex2sympy2
@@ -95,12 +96,12 @@ def expression(nodes: Nodes) -> Any:
     conversion_config=latex2sympy2.ConversionConfig(lowercase_symbols=False),
   )  # fmt: skip
   if not isinstance(read, sympy.Expr):
-    raise UnreadableError(f"an expression is wanted; received {type(read).__name__}.")
+    raise UnreadableError(f"it must be an expression; received {type(read).__name__}.")
   return read.doit()
 
 
 def _with_indices(nodes: Nodes) -> Nodes:
-  """The same, with another letter for the i that a sum or product counts by: it is no imaginary unit."""
+  """Renames the index i of a sum or product, which is not the imaginary unit."""
   texts = literal(nodes)
   counts = any(texts[k] in (r"\sum", r"\prod") and "i" in texts[k + 1 : k + 4] for k in range(len(texts)))
   return _renamed(nodes, "i", r"\varsigma") if counts else nodes
@@ -123,27 +124,27 @@ def _unsigned(nodes: Nodes) -> Nodes:
 
 
 def is_decimal(nodes: Nodes) -> bool:
-  """Whether it is an integer or a decimal as it is written down, with or without a sign."""
+  """Whether nodes are an integer or a decimal, with an optional sign."""
   row = _unsigned(nodes)
   return len(row) == 1 and isinstance(row[0], Token) and row[0].kind == "num"
 
 
 def num_places(decimal: Nodes) -> int:
-  """Places behind the point of a decimal."""
+  """Returns the number of decimal places."""
   return len(literal(decimal)[-1].partition(".")[2])
 
 
 def is_near(a: Nodes, b: Nodes, places: int) -> bool:
-  """Whether two numbers differ by at most one unit of the last place.
+  """Whether two numbers differ by at most one unit of decimal place `places`.
 
   Raises:
-    UnreadableError: one of them is no expression.
+    UnreadableError: one of them is not an expression.
   """
   return _near(expression(a), expression(b), Fraction(1, 10**places))
 
 
 def _rounds(nodes: Nodes) -> bool:
-  """Whether it is a decimal with enough digits to stand for the number that it rounds."""
+  """Whether nodes are a decimal with enough digits to stand for the number that it rounds."""
   digits = literal(nodes)[-1]
   return is_decimal(nodes) and "." in digits and len(digits.replace(".", "").lstrip("0")) >= _ROUNDED_DIGITS
 
@@ -169,17 +170,17 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _parts(value: Any) -> tuple[Any, Any] | None:
-  """Real and imaginary part of a value; None if there is none."""
+  """Returns the real and imaginary part of a value; None if it has no numeric value."""
   parts = value.as_real_imag() if value.is_number else ()
   return parts if parts and all(x.is_Float or x.is_Rational for x in parts) else None
 
 
 def _is_zero(difference: Any) -> bool:
-  """Whether no digit of a constant is found to differ from 0, however many are tried."""
+  """Whether a constant is zero in all digits that SymPy can compute."""
   if difference.is_Rational:
     return bool(difference == 0)
   parts = _parts(difference.evalf(_DIGITS, maxn=_MAX_DIGITS))
-  # Of a sum that cancels, SymPy finds no correct digit and says so by a precision of 1.
+  # If a sum cancels, SymPy finds no correct digit, and the precision is 1.
   return parts is not None and all(x == 0 or getattr(x, "_prec", 0) == 1 for x in parts)
 
 
@@ -191,15 +192,15 @@ def _near(a: Any, b: Any, tolerance: Fraction) -> bool:
 
 
 def same_relation(gold: tuple[Nodes, Nodes], answer: tuple[Nodes, Nodes], *, ordered: bool) -> bool:
-  """Whether two equations, or two inequalities of the same sign, say the same: one is a multiple of the other.
+  """Whether two equations, or two inequalities with the same sign, are multiples of each other.
 
   Args:
     gold: the two sides of one.
     answer: the two sides of the other.
-    ordered: whether the multiple must be positive, as for inequalities.
+    ordered: whether the factor must be positive, as for inequalities.
 
   Raises:
-    UnreadableError: a side is no expression.
+    UnreadableError: a side is not an expression.
   """
   a, b = (expression(left) - expression(right) for left, right in (gold, answer))
   letters = sorted(a.free_symbols | b.free_symbols, key=str)
@@ -215,21 +216,21 @@ def same_relation(gold: tuple[Nodes, Nodes], answer: tuple[Nodes, Nodes], *, ord
 
 
 def _points(letters: list[Any]) -> list[dict[Any, float]]:
-  """Values of the letters at which expressions are compared."""
+  """Returns the values of the letters at which expressions are compared."""
   return [{x: _POINTS[(i + j) % len(_POINTS)] + j / 7 for j, x in enumerate(letters)} for i in range(len(_POINTS))]
 
 
 def to_latex(nodes: Nodes) -> str:
-  """An arithmetic expression, written so that it has one meaning.
+  """Converts an arithmetic expression to unambiguous LaTeX.
 
   Raises:
-    UnreadableError: it holds something else, or two numbers side by side.
+    UnreadableError: the nodes are not an arithmetic expression, or two numbers are adjacent.
   """
   return _Writer(nodes).write()
 
 
 class _Writer:
-  """Writes a row of tokens; `_factor` tells whether the last one ends a factor."""
+  """Writer of a row of tokens. `_factor` is whether the last one ends a factor."""
 
   def __init__(self, nodes: Nodes):
     self._nodes = nodes
@@ -240,7 +241,7 @@ class _Writer:
 
   def write(self) -> str:
     if not self._nodes:
-      raise UnreadableError("an expression must hold something; received nothing.")
+      raise UnreadableError("an expression must not be empty.")
     while self._at < len(self._nodes):
       node = self._nodes[self._at]
       self._at += 1
@@ -251,7 +252,7 @@ class _Writer:
           "num": self._number, "letter": self._letter, "cmd": self._command, "func": self._function, "op": self._sign,
         }.get(node.kind)  # fmt: skip
         if write is None:
-          raise UnreadableError(f"{node.text!r} is no part of an expression.")
+          raise UnreadableError(f"{node.text!r} cannot be in an expression.")
         write(node)
     if not self._factor or self._bars:
       raise UnreadableError("an expression must not end in an operator or an open bar.")
@@ -295,14 +296,14 @@ class _Writer:
       text = f"{token.text}_{{{index.replace(',', '')}}}"
     following = self._nodes[self._at] if self._at < len(self._nodes) else None
     if token.text in _FUNCTION_LETTERS and isinstance(following, Group) and following.open == "(":
-      raise UnreadableError(f"the value of {token.text}(...) is not known.")
+      raise UnreadableError(f"the value of {token.text}(...) is unknown.")
     if text.startswith(r"\math"):
       raise UnreadableError(f"{text} has no value.")
     self._put(text if text.endswith(" ") else text + " ")
 
   def _bracket(self, group: Group) -> None:
     if group.open not in _BRACKETS or (group.open, group.close) in (("(", "]"), ("[", ")")):
-      raise UnreadableError(f"{group.open} is no part of an expression.")
+      raise UnreadableError(f"{group.open} cannot be in an expression.")
     left, right = _BRACKETS[group.open]
     self._put(left, to_latex(group.items), right, times=True)
 
@@ -313,14 +314,14 @@ class _Writer:
     elif name in (r"\frac", r"\binom"):
       top, bottom = self._argument(), self._argument()
       if top.items[:1] == bottom.items[:1] == (Token("letter", "d"),):
-        raise UnreadableError("the value of a derivative is not known.")
+        raise UnreadableError("the value of a derivative is unknown.")
       self._put(f"{name}{{{to_latex(top.items)}}}{{{to_latex(bottom.items)}}}", times=name == r"\frac")
     elif name == r"\sqrt":
       self._root()
     elif name in BIG_OPERATORS:
       self._big_operator(name)
     else:
-      raise UnreadableError(f"{name} is no part of an expression.")
+      raise UnreadableError(f"{name} cannot be in an expression.")
 
   def _root(self) -> None:
     following = self._nodes[self._at] if self._at < len(self._nodes) else None
@@ -329,7 +330,7 @@ class _Writer:
     order = plain_value(degree) if degree else None
     sign = ""
     negative = radicand[:1] == (Token("op", "-"),) and plain_value(radicand) is not None
-    if order is not None and order % 2 == 1 and negative:  # The real root: -2 is the third root of -8.
+    if order is not None and order % 2 == 1 and negative:  # The real root: the third root of -8 is -2.
       sign, radicand = "-", radicand[1:]
     index = f"[{to_latex(degree)}]" if degree else ""
     self._put(rf"({sign}\sqrt{index}{{{to_latex(radicand)}}})", times=True)
@@ -341,7 +342,7 @@ class _Writer:
       self._at += 1
       assert isinstance(sign, Token)
       if sign.text in found:
-        raise UnreadableError(f"{sign.text} stands twice.")
+        raise UnreadableError(f"{sign.text} occurs twice.")
       found[sign.text] = self._argument().items
     return found
 
@@ -361,9 +362,9 @@ class _Writer:
       raise UnreadableError(r"\int needs an integrand and its variable.")
     sign = "→" if name == r"\lim" else "="
     if len(lower) < 3 or _kind(lower[0]) != "letter" or lower[1] != Token("op", sign):
-      raise UnreadableError(f"{name} needs its variable and where that begins.")
+      raise UnreadableError(f"{name} needs a variable and its start.")
     if bool(upper) == (name == r"\lim"):
-      raise UnreadableError(f"{name} needs an end, a limit has none.")
+      raise UnreadableError(f"{name} must have an upper bound; a limit must not.")
     variable, arrow = to_latex(lower[:1]), r"\to " if sign == "→" else "="
     self._out.append(f"{name}_{{{variable}{arrow}{to_latex(lower[2:])}}}")
     self._out.append(f"^{{{to_latex(upper)}}} " if upper else " ")
@@ -377,7 +378,7 @@ class _Writer:
       return
     scripts = self._scripts()
     if "_" in scripts and name != r"\log":
-      raise UnreadableError(f"{name} has no index.")
+      raise UnreadableError(f"{name} must not have an index.")
     self._out.append(r"\cdot " if self._factor else "")
     self._out.append(name + "".join(f"{sign}{{{to_latex(items)}}}" for sign, items in scripts.items()) + " ")
     self._factor = False
@@ -390,17 +391,17 @@ class _Writer:
       self._factor = closes
     elif token.text == "^" and self._factor:
       self._put(f"^{{{to_latex(self._argument().items)}}}")
-    elif token.text == "!" and self._factor and not self._next_is("!"):  # n!! is no factorial of n!.
+    elif token.text == "!" and self._factor and not self._next_is("!"):  # n!! is not the factorial of n!.
       self._put("!")
     elif token.text in "+-" or (token.text in _SIGNS and self._factor):
       self._out.append(_SIGNS[token.text])
       self._factor = False
     else:
-      raise UnreadableError(f"{token.text} is no part of an expression.")
+      raise UnreadableError(f"{token.text} cannot be in an expression.")
 
 
 def _split(nodes: Nodes) -> list[Nodes]:
-  """The arguments between commas."""
+  """Splits arguments at commas."""
   found: list[Nodes] = [()]
   for node in nodes:
     if node == Token("sep", ","):
@@ -411,5 +412,5 @@ def _split(nodes: Nodes) -> list[Nodes]:
 
 
 def is_choice(nodes: Nodes) -> bool:
-  """Whether it leaves the choice between its numbers to the reader: `\\max(71, 70)`, `70 \\bmod 71`."""
+  """Whether nodes show several numbers without saying which is meant: `\\max(71, 70)`, `70 \\bmod 71`."""
   return any(isinstance(node, Token) and (node.text in _SEVERAL_ARGUMENTS or node.text == "mod") for node in nodes)

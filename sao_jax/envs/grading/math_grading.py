@@ -1,7 +1,7 @@
-"""Grading of mathematical answers, usable from any thread.
+"""Thread-safe grading of mathematical answers.
 
-`answer_kinds` holds the rules, and math-verify's parser reads the expressions. The work is done in a process that can
-be killed, so that no expression holds a thread up for longer than the timeout.
+`answer_kinds` defines the rules, and the parser of math-verify reads expressions. Grading runs in a process that can be
+killed, so no expression blocks a thread for longer than the timeout.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ _PLAIN_NUMBER = re.compile(r"\s*-?[0-9]+(?:\.[0-9]+)?\s*", re.ASCII)
 
 
 class MathGrader:
-  """Whether two texts state the same mathematical value. Safe to call from many threads.
+  """A grader that compares answers with references. Thread-safe.
 
-  A process starts at the first call (a second or two) and again after a timeout; a few share the work.
+  A few processes share the work. A process starts at the first call, which takes a second or two, and again after a
+  timeout.
 
   Args:
-    timeout_s: seconds for one comparison; past it the answer counts as wrong.
-    start_timeout_s: seconds for the process to start.
+    timeout_s: seconds for one comparison. After that the answer counts as wrong.
+    start_timeout_s: seconds for a process to start.
   """
 
   def __init__(self, *, timeout_s: float = 5.0, start_timeout_s: float = 60.0):
@@ -34,24 +35,24 @@ class MathGrader:
 
   @property
   def timeouts(self) -> int:
-    """Comparisons that took too long."""
+    """Number of comparisons that took too long."""
     return self._workers.timeouts
 
   def is_equal(self, gold: str, answer: str) -> bool:
-    """Compares a reference answer with a given one.
+    """Whether an answer is right for a reference. The reference is the first argument.
 
-    The reference decides what kind of answer is right (see `answer_kinds`). The last box of the given answer counts, or
-    the last boxes if no words and no full stop stand between them: they are a list. Without a box, an answer is a line
-    of its own, the last formula in `$...$`, or the only number of the last sentence. It must be read as a whole: with
-    anything beside it, such as another number (`\\boxed{71 \\to 70}`), it is wrong, and so is one that cannot be read.
-    The order matters: the reference comes first.
+    The reference decides which kind of answer is right (see `answer_kinds`). The last box of the given answer counts,
+    or a list of the last boxes if no words and no full stop separate them. Without a box, the answer is a line of its
+    own, the last formula in `$...$`, or the only number of the last sentence. All of it must be right: with anything
+    else in it, such as another number (`\\boxed{71 \\to 70}`), it is wrong. An answer that cannot be parsed is wrong.
 
     Raises:
-      RuntimeError: the grading process does not start (is math-verify installed?).
+      MissingExtraError: math-verify is not installed.
+      RuntimeError: the process does not start.
     """
     try:
       return bool(self._workers.call([gold, answer], timeout_s=self._timeout_s))
-    except NoReplyError:  # Its process died of the expression or of the time it took: logged and counted there.
+    except NoReplyError:  # The pool logs and counts it.
       return False
     except WorkerError as error:
       if error.kind not in ("ImportError", "ModuleNotFoundError"):
@@ -61,7 +62,7 @@ class MathGrader:
       ) from error
 
   def unreadable(self, golds: Iterable[str]) -> list[str]:
-    """The references that are not even right when they are given as the answer, each named once.
+    """Returns the references that cannot be parsed: they are not even right as their own answer. Each occurs once.
 
     Plain numbers are not sent to the process. Ten thousand other references took 16 s on a busy machine.
     """

@@ -1,29 +1,25 @@
-"""Processes that can be killed, for code which evaluates a model's text: no answer, however nasty, stalls training.
+"""A pool of processes that evaluate a model's text. They can be killed, so no answer can stall training.
 
-A worker runs `_scoring_worker.py` with one module, whose `start()` returns the function that answers
-requests. Requests and replies are JSON. Workers share one hash seed, so that what they make does not depend on it.
+Each process runs `_scoring_worker.py` with one module, whose `start()` returns the function that answers requests.
+Requests and replies are JSON values. All processes have the same hash seed, so that their results agree.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import os
 import pathlib
-import select
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from sao_jax.utils.extras import MissingExtraError
+from sao_jax.utils.limited_process import LineProcess
 
 _PATIENCE_S = 1.0
-"""Time to wait for a busy worker before another one is started: answers take milliseconds, or for ever."""
+"""Time to wait for a busy worker before starting another one. Most requests take milliseconds."""
 _RAISED_AS: Mapping[str, type[Exception]] = {"ValueError": ValueError, "MissingExtraError": MissingExtraError}
 _SETTINGS: Mapping[str, str] = {
   "PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
@@ -31,7 +27,7 @@ _SETTINGS: Mapping[str, str] = {
 
 
 class NoReplyError(RuntimeError):
-  """A worker was killed because it took too long, or it died of the request."""
+  """A worker gave no reply: it took too long and was killed, or it crashed."""
 
   def __init__(self, message: str, *, timed_out: bool):
     super().__init__(message)
@@ -39,7 +35,7 @@ class NoReplyError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-  """An exception in a worker; `kind` is its class's name. A ValueError there is a ValueError here."""
+  """An exception in a worker. `kind` is the name of its class. A ValueError is raised as itself."""
 
   def __init__(self, kind: str, message: str):
     super().__init__(f"{kind}: {message}")
@@ -48,21 +44,21 @@ class WorkerError(RuntimeError):
 
 
 class Workers(Protocol):
-  """What answers requests; `WorkerPool` is one."""
+  """Protocol of `WorkerPool`."""
 
   def call(self, request: Any, *, timeout_s: float) -> Any: ...
 
 
 class WorkerPool:
-  """A few processes that answer requests; safe to call from many threads.
+  """A few processes that answer requests. Thread-safe.
 
-  A process starts when a request finds none, a further one when all have been busy for a second. One that is killed is
-  started again by the next request.
+  The first request starts a process. Another one starts when all have been busy for a second. A process that was
+  killed starts again with the next request.
 
   Args:
-    module: name of the module which answers; its `start()` returns the function `request -> reply`.
-    max_workers: processes at most, at least 1.
-    memory_bytes: memory that a process may use beyond what it has when it has started.
+    module: name of the module that answers requests. Its `start()` returns the function `request -> reply`.
+    max_workers: largest number of processes, at least 1.
+    memory_bytes: memory that a process may use beyond its size after the start.
     start_timeout_s: seconds for a process to start.
   """
 
@@ -77,19 +73,19 @@ class WorkerPool:
     self._num_workers = 0
     self._idle: list[_Worker] = []
     self.timeouts = 0
-    """Requests that took too long."""
+    """Number of requests that took too long."""
 
   def call(self, request: Any, *, timeout_s: float) -> Any:
-    """The reply to a request.
+    """Sends a request to a process and returns the reply.
 
     Args:
       request: a JSON value.
-      timeout_s: seconds for the reply, not counting the start of a process; then its process is killed.
+      timeout_s: seconds to wait for the reply before the process is killed. The start of a process does not count.
 
     Raises:
-      NoReplyError: it took too long, or the process ended.
-      ValueError: raised by the function that answers.
-      WorkerError: another exception of that function.
+      NoReplyError: the reply took too long, or the process ended.
+      ValueError: the function in the process raised it.
+      WorkerError: the function raised another exception.
       MissingExtraError: the function needs packages that are not installed.
       RuntimeError: the process does not start.
     """
@@ -109,7 +105,7 @@ class WorkerPool:
     return _value(reply)
 
   def close(self) -> None:
-    """Waits for requests under way and ends the processes; a later request starts one again."""
+    """Waits for pending requests and ends the processes. A later request starts one again."""
     with self._changed:
       self._changed.wait_for(lambda: len(self._idle) == self._num_workers)
       for worker in self._idle:
@@ -127,9 +123,9 @@ class WorkerPool:
 
 
 def shared_pool(module: str, *, max_workers: int = 3, memory_bytes: int = 1 << 30) -> WorkerPool:
-  """The pool of this process for a module: however many environments there are, they share a few workers.
+  """Returns the pool for a module that all environments of this process share.
 
-  Its processes end with this one.
+  The processes of the pool end with this one.
   """
   return _shared_pool(module, max_workers, memory_bytes, os.getpid())
 
@@ -141,90 +137,44 @@ def _shared_pool(module: str, max_workers: int, memory_bytes: int, pid: int) -> 
 
 
 class _Worker:
-  """One process, used by one thread at a time."""
+  """One process, used by one thread at a time. It starts at the first request, and again after it ended."""
 
   def __init__(self, module: str, memory_bytes: int, start_timeout_s: float):
     self._module = module
     self._memory_bytes = memory_bytes
     self._start_timeout_s = start_timeout_s
-    self.process: subprocess.Popen[bytes] | None = None
+    self.process: LineProcess | None = None
 
   def exchange(self, line: bytes, timeout_s: float) -> bytes:
-    if self.process is not None and self.process.poll() is not None:  # It was killed since the last request.
+    if self.process is None or not self.process.is_alive:
       self.stop()
-    process = self.process or self._start()
-    return self._guarded(process, line, timeout_s)
+      self.process = self._start()
+    return self._ask(self.process, line, timeout_s)
 
   def stop(self) -> None:
     if self.process is not None:
-      self.process.kill()
-      self.process.wait()
-      for pipe in (self.process.stdin, self.process.stdout):
-        if pipe is not None:
-          pipe.close()
+      self.process.stop()
     self.process = None
 
-  def _start(self) -> subprocess.Popen[bytes]:
-    # A program of its own, not multiprocessing: that imports the caller's main module again, which a script without a
-    # guard and a notebook do not survive. -P: the modules that lie next to the program are not for it.
+  def _start(self) -> LineProcess:
     program = pathlib.Path(__file__).with_name("_scoring_worker.py")
-    self.process = process = subprocess.Popen(
-      [sys.executable, "-P", str(program), self._module, str(self._memory_bytes)],
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-      env={**os.environ, **_SETTINGS},
-    )  # fmt: skip
-    for pipe in (process.stdin, process.stdout):
-      assert pipe is not None
-      os.set_blocking(pipe.fileno(), False)
+    process = LineProcess(program, self._module, str(self._memory_bytes), environment=_SETTINGS)
     try:
-      _value(self._guarded(process, b"", self._start_timeout_s))
+      _value(self._ask(process, b"", self._start_timeout_s))
     except NoReplyError as error:
       raise RuntimeError(f"the process did not start: {error}") from error
     except BaseException:
-      self.stop()
+      process.stop()
       raise
     return process
 
-  def _guarded(self, process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
-    """One exchange. A process that does not reply is killed, and so is one whose reply nobody waits for any more."""
-    reply = b""
+  def _ask(self, process: LineProcess, line: bytes, timeout_s: float) -> bytes:
     try:
-      reply = _exchange(process, line, timeout_s)
+      return process.exchange(line, timeout_s)
     except TimeoutError:
       raise NoReplyError(f"{self._module} gave no reply: it took more than {timeout_s:g} s", timed_out=True) from None
-    except (EOFError, BrokenPipeError) as error:
+    except EOFError as error:
       raise NoReplyError(f"{self._module} gave no reply: its process ended", timed_out=False) from error
-    finally:
-      if not reply:
-        self.stop()
-    return reply
-
-
-def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
-  """Writes a line, if any, and returns the process's next one."""
-  assert process.stdin is not None and process.stdout is not None
-  source, sink = process.stdout.fileno(), process.stdin.fileno()
-  deadline = time.monotonic() + timeout_s
-  poll = select.poll()
-  poll.register(source, select.POLLIN)
-  if line:
-    poll.register(sink, select.POLLOUT)
-  unsent, said = memoryview(line), bytearray()
-  while not said.endswith(b"\n"):
-    ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1_000)
-    if not ready:
-      raise TimeoutError
-    for file, _ in ready:
-      if file == source:
-        if not (chunk := os.read(source, 1 << 16)):
-          raise EOFError
-        said += chunk
-      else:
-        with contextlib.suppress(BlockingIOError):  # Less room than a write wants.
-          unsent = unsent[os.write(sink, unsent) :]
-        if not unsent:
-          poll.unregister(sink)
-  return bytes(said)
 
 
 def _value(reply: bytes) -> Any:

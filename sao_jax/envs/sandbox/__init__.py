@@ -1,4 +1,4 @@
-"""Tools that environments hand to a policy: a sandboxed Python interpreter."""
+"""The Python tool of policies: a sandboxed interpreter."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""What keeps a session apart from the host: namespaces, users, limits, Landlock, seccomp. Runs in the sandbox.
+"""Isolation of sessions from the host: namespaces, users, limits, Landlock and seccomp. Runs in the sandbox.
 
-Isolation is taken step by step, as far as the system allows, and reported to the host in the first message:
-- as root: private mount, network, IPC and UTS namespaces, a root directory of its own (unless bubblewrap made one); for
-  each session a pid and a mount namespace, an empty tmpfs of limited size on /tmp, and a user id of its own;
-- as a normal user: the same through a user namespace, and for each session a nested one, by which its processes are
-  counted;
-- where namespaces are refused: an empty directory per session, which ends with the session that outgrows it (files
-  that are open or mapped count after they are removed too), Landlock for files, and a seccomp filter that lets a
-  session neither make processes nor signal others nor ask for the host's name (the same where the limit of processes
-  does not bind). Without Landlock, sessions read whatever their user may, installed packages included.
-Everywhere: resource limits, and a seccomp filter (see `_seccomp`).
+The isolation goes as far as the system allows. The first message to the host reports it.
+- As root: private mount, network, IPC and UTS namespaces and a private root directory (unless bubblewrap made one).
+  Each session has a pid and a mount namespace, an empty tmpfs of limited size on /tmp, and its own user id.
+- As a normal user: the same in a user namespace. Each session has a nested user namespace, which counts its processes.
+- Without namespaces: an empty directory per session. A session that outgrows it is killed; files that are open or
+  mapped still count after they are removed. Landlock protects files. A seccomp filter forbids a session to make
+  processes, to signal others and to read the host name. (The same filter applies if the limit of processes does not
+  work.) Without Landlock, sessions can read all files of their user, including installed packages.
+All cases have resource limits and a seccomp filter (see `_seccomp`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _PIVOT_ROOT: Mapping[str, int] = {"x86_64": 155, "aarch64": 41}
-_OWN_PID = b"\xf1\xff\xff\x7f"  # stands for the session's process id in the filter of `_seccomp`
+_OWN_PID = b"\xf1\xff\xff\x7f"  # placeholder for the session's process id in the filter of `_seccomp`
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_SECCOMP = 1, 4, 15, 22
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _HOST_NAME = "sandbox"
@@ -61,7 +60,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 
 
 def enter_namespaces(settings: dict[str, Any]) -> bool:
-  """Moves the zygote into namespaces of its own; False where the system refuses."""
+  """Moves the zygote into new namespaces. Returns False if the system refuses."""
   flags = NEWNS | NEWUTS if settings["inside_bubblewrap"] else NEWNS | NEWUTS | NEWNET | NEWIPC
   uid, gid = os.geteuid(), os.getegid()
   try:
@@ -81,7 +80,7 @@ def enter_namespaces(settings: dict[str, Any]) -> bool:
 
 
 def _continue_in_child(control_fd: int) -> None:
-  """Goes on in a child, the first of the new pid namespace: without privileges, returning to it takes owning it."""
+  """Continues in a child, the first process of the new pid namespace, which it must own to return to it later."""
   pid = os.fork()
   if pid != 0:
     os.close(control_fd)
@@ -90,7 +89,7 @@ def _continue_in_child(control_fd: int) -> None:
 
 
 def private_root(settings: dict[str, Any]) -> None:
-  """Makes a root directory that holds the interpreter, system libraries and three devices, and nothing else."""
+  """Makes a root directory with only the interpreter, system libraries and devices."""
   root = settings["scratch"]
   mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
   os.mkdir(root + "/tmp")
@@ -104,7 +103,7 @@ def private_root(settings: dict[str, Any]) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT))
       mount(source, target, None, _MS_BIND | _MS_REC)
-      locked = os.statvfs(target).f_flag & (_MS_NOSUID | _MS_NODEV)  # a user namespace must keep these
+      locked = os.statvfs(target).f_flag & (_MS_NOSUID | _MS_NODEV)  # a user namespace must keep these flags
       mount("none", target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | locked)
   for path, text in settings["links"].items():
     os.makedirs(os.path.dirname(root + path), exist_ok=True)
@@ -117,23 +116,23 @@ def private_root(settings: dict[str, Any]) -> None:
 
 
 def set_name(name: bytes) -> None:
-  """What lists of processes show for this one and its children; at most 15 bytes."""
+  """Sets the name of this process and its children in process lists; at most 15 bytes."""
   call("prctl", _PR_SET_NAME, name, 0, 0, 0)
 
 
 def mask(directories: list[str]) -> None:
-  """Puts empty directories in the places of these."""
+  """Hides directories behind empty ones."""
   for path in filter(os.path.isdir, directories):
     mount("tmpfs", path, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k,mode=555")
 
 
 def hide_processes() -> None:
-  """Puts an empty directory where processes could be looked at."""
+  """Hides /proc, which shows other processes, behind an empty directory."""
   mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY, "size=4k,mode=555")
 
 
 def link_packages(folder: str, packages: dict[str, str]) -> None:
-  """Makes a folder to import packages from, and from no others, where there is no root directory for it."""
+  """Fills a folder with links to packages, to import only these. For sessions without a private root directory."""
   for name, source in packages.items():
     path = os.path.join(folder, name)
     os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
@@ -141,24 +140,24 @@ def link_packages(folder: str, packages: dict[str, str]) -> None:
 
 
 def hide_host_name() -> None:
-  """Without a namespace for it, the filter refuses `uname`; Python's gives what it said before, but for the name."""
+  """Replaces Python's `uname`, since the filter refuses it without a namespace. Hides only the host name."""
   known = os.uname()
   hidden = os.uname_result((known.sysname, _HOST_NAME, known.release, known.version, known.machine))
   os.uname = posix.uname = lambda: hidden
 
 
 def adopt_orphans() -> None:
-  """Makes what a session leaves behind a child of this process, which kills it."""
+  """Makes orphaned processes of sessions children of this process, which kills them."""
   call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent() -> None:
-  """Ends this process when its parent ends."""
+  """Kills this process when its parent ends."""
   call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def is_larger(directory: str, max_bytes: int, max_entries: int) -> bool:
-  """Whether a directory holds more than that: what a tmpfs of its own would not let it."""
+  """Whether a directory exceeds the limits of size and entries that a tmpfs would enforce."""
   size = count = 0
   folders = [directory]
   while folders:
@@ -171,33 +170,33 @@ def is_larger(directory: str, max_bytes: int, max_entries: int) -> bool:
             folders.append(entry.path)
           if size > max_bytes or count > max_entries:
             return True
-    except OSError as error:  # gone, unreadable for its owner too, or so deep that its name is too long
+    except OSError as error:  # It is gone, its owner cannot read it, or its path is too long.
       if error.errno == errno.ENAMETOOLONG:
         return True
   return False
 
 
 def has_outgrown(pid: int, directory: str, max_bytes: int, max_entries: int) -> bool:
-  """Whether a process and its directory hold more than that, files included that are removed but open or mapped."""
+  """Whether a process and its directory exceed the limits. Removed files that are open or mapped count too."""
   try:
     removed = _removed_bytes(pid, directory, max_bytes)
-  except PermissionError:  # only what the code has done can be the cause, such as running a program it cannot read
+  except PermissionError:  # Only the code can cause it, such as by running an unreadable program.
     return True
-  except (FileNotFoundError, ProcessLookupError):  # it has ended
+  except (FileNotFoundError, ProcessLookupError):  # It has ended.
     return False
   return removed > max_bytes or is_larger(directory, max_bytes - removed, max_entries)
 
 
 def _removed_bytes(pid: int, directory: str, max_bytes: int) -> int:
-  """Size of the files that a process holds though no directory does; one that is mapped and not open is over any limit.
+  """Returns the size of removed files that a process still holds. A file that is mapped but not open exceeds any limit.
 
   Raises:
-    PermissionError: the process is not to be looked at.
+    PermissionError: the process cannot be inspected.
   """
   sizes: dict[int, int] = {}
   with _user_of(pid):
     for name in os.listdir(f"/proc/{pid}/fd"):
-      with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+      with contextlib.suppress(FileNotFoundError):  # It was closed meanwhile.
         if _is_removed(os.readlink(f"/proc/{pid}/fd/{name}"), directory):
           found = os.stat(f"/proc/{pid}/fd/{name}")
           sizes[found.st_ino] = found.st_blocks * 512
@@ -215,7 +214,7 @@ def _is_removed(link: str, directory: str) -> bool:
 
 @contextlib.contextmanager
 def _user_of(pid: int) -> Iterator[None]:
-  """Looks at files as the user of a process: in containers root may not look at processes of other users."""
+  """Accesses files as the user of a process. In containers root cannot inspect processes of other users."""
   user = os.stat(f"/proc/{pid}")
   try:
     _libc().setfsgid(user.st_gid)
@@ -227,11 +226,11 @@ def _user_of(pid: int) -> Iterator[None]:
 
 
 def remove_tree(top: str) -> None:
-  """Removes a directory however deep it is; nobody else may be at work in it. What cannot be removed stays."""
+  """Removes a directory of any depth that nothing else changes. Files that cannot be removed stay."""
   with contextlib.suppress(OSError):
     here = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
     try:
-      way: list[str] = []  # from `top` down to `here`
+      way: list[str] = []  # path from `top` to `here`
       waiting = [_remove_files(here)]
       while waiting:
         if waiting[-1]:
@@ -256,7 +255,7 @@ def _change(here: int, name: str) -> int:
 
 
 def _remove_files(here: int) -> list[str]:
-  """Removes all but directories; returns the names of these."""
+  """Removes all files but directories; returns the names of the directories."""
   directories = []
   with os.scandir(here) as entries:
     for entry in entries:
@@ -268,13 +267,13 @@ def _remove_files(here: int) -> list[str]:
 
 
 def can_filter() -> bool:
-  """Whether the kernel takes seccomp filters: it must look at the missing program before it refuses."""
+  """Whether the kernel supports seccomp filters. If so, it fails to read the missing program."""
   _libc().prctl(_PR_SET_SECCOMP, 2, None, 0, 0)
   return ctypes.get_errno() == errno.EFAULT
 
 
 def can_restrict_files() -> bool:
-  """Whether Landlock is there: asks for its version."""
+  """Whether Landlock is available. Asks for its version."""
   return int(_libc().syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_long(0), ctypes.c_long(1))) > 0
 
 
@@ -284,13 +283,14 @@ def _install_filter(program: bytes) -> None:
 
 
 def landlock_rights(read_only: list[str], masked: list[str]) -> dict[str, int]:
-  """Rights by path for Landlock, which knows no exception below a path: next to masked folders all others are listed.
+  """Returns the Landlock rights by path.
 
-  The names in a folder with masked ones can be read, the masked ones' too.
+  Landlock has no exceptions below a path, so all folders beside a masked one are listed. Sessions can still read the
+  names of masked folders.
   """
   rights = {}
   waiting = list(read_only)
-  for path in waiting:  # grows on the way
+  for path in waiting:  # grows during the loop
     if not os.path.isdir(path):
       is_device = os.path.exists(path) and stat.S_ISCHR(os.stat(path).st_mode)
       rights[path] = _LANDLOCK_READ_FILE | (_LANDLOCK_WRITE_FILE if is_device else _LANDLOCK_EXECUTE)
@@ -303,10 +303,10 @@ def landlock_rights(read_only: list[str], masked: list[str]) -> dict[str, int]:
 
 
 def _restrict_files(rights: dict[str, int]) -> None:
-  """Landlock: these rights on files and below folders, and nothing else, for this process from now on."""
+  """Limits this process to the given Landlock rights on files and below folders, from now on."""
   rules = call("syscall", ctypes.c_long(_LANDLOCK_CREATE), struct.pack("<Q", _LANDLOCK_ALL), ctypes.c_long(8), 0)
   for path, allowed in rights.items():
-    with contextlib.suppress(FileNotFoundError, PermissionError):  # what this user cannot reach needs no rule
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # Files that this user cannot access need no rule.
       beneath = os.open(path, os.O_PATH)
       call("syscall", ctypes.c_long(_LANDLOCK_ADD), rules, 1, struct.pack("<Qi", allowed, beneath), 0)
       os.close(beneath)
@@ -315,7 +315,7 @@ def _restrict_files(rights: dict[str, int]) -> None:
 
 
 def enter_session(settings: dict[str, Any], session: int, report: dict[str, bool]) -> None:
-  """Isolates this process, a fresh child of the zygote, for good. What the zygote could not do is in its report."""
+  """Isolates this process, a new child of the zygote, for its lifetime, according to the report of the zygote."""
   directory = "/tmp"
   if report["namespaces"]:
     call("unshare", NEWNS)
@@ -327,9 +327,9 @@ def enter_session(settings: dict[str, Any], session: int, report: dict[str, bool
   become_nobody(session, report["namespaces"], directory)
   os.chdir(directory)
   _limit(settings)
-  die_with_parent()  # after the change of user, which undoes it
+  die_with_parent()  # The change of user resets this and the next setting.
   if not report["namespaces"]:
-    call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # so too is this: its open files can be looked at
+    call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that its open files can be inspected
   call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
   if not report["namespaces"] and report["landlock"]:
     _restrict_files(settings["landlock_rights"] | {directory: _LANDLOCK_ALL})
@@ -342,13 +342,13 @@ def enter_session(settings: dict[str, Any], session: int, report: dict[str, bool
 
 
 def become_nobody(session: int, namespaces: bool, directory: str | None = None) -> None:
-  """Gives up all privileges, such that this session's processes are counted apart from all others."""
+  """Drops all privileges, such that the processes of this session are counted separately."""
   if os.geteuid() != 0:
     if namespaces:
-      call("unshare", NEWUSER)  # nothing is mapped in it; processes are counted per user namespace
+      call("unshare", NEWUSER)  # It maps no ids. Processes are counted per user namespace.
       call("capset", struct.pack("<Ii", 0x20080522, 0), bytes(24))
     return
-  for uid in (2_000_000_000 + session % 1_000_000, 65534):  # the first may not exist in a container
+  for uid in (2_000_000_000 + session % 1_000_000, 65534):  # A container may lack the first.
     try:
       if directory is not None:
         os.chown(directory, uid, uid)
@@ -357,12 +357,12 @@ def become_nobody(session: int, namespaces: bool, directory: str | None = None) 
       os.setresuid(uid, uid, uid)
       return
     except OSError:
-      continue  # with the next one
+      continue
   raise OSError("No user id to run the session as.")
 
 
 def processes_counted(namespaces: bool) -> bool:
-  """Whether the limit of processes binds a session: it does not where its user is the system's root by another name."""
+  """Whether the limit of processes works. It does not if the user of sessions is root of the host in disguise."""
   pid = os.fork()
   if pid == 0:
     status = 1

@@ -1,7 +1,7 @@
-"""Files that sessions may read: the system's programs and libraries, the standard library, the packages asked for.
+"""The files that sessions may read: system programs and libraries, the standard library, and requested packages.
 
-Nothing else of the interpreter's prefix or of `/usr` is bound, and every folder named `*-packages` below what is bound
-is masked: installed packages hold data, such as the tests of a benchmark.
+No other files of the interpreter's prefix or of `/usr` are bound. Folders named `*-packages` in bound folders are
+masked, because installed packages may hold data such as the tests of a benchmark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sao_jax.envs.sandbox.python_tool_config import PythonToolConfig
 from sao_jax.utils.extras import MissingExtraError
 
 PACKAGES = "/packages"
-"""Folder of the packages in a session's own root."""
+"""Folder of the packages in the private root of a session."""
 
 _PROGRAMS = ("/bin", "/usr/bin")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -29,28 +29,28 @@ _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)[^;]*(;.*)?", re.DOTA
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadableFiles:
-  """Paths in a session's own root, and the files and folders of the host that are found there."""
+  """Paths in the private root of a session, and the files and folders of the host behind them."""
 
   bound: dict[str, str] = dataclasses.field(default_factory=dict)
-  """Path there -> the file or folder."""
+  """File or folder of the host, by path in the root."""
   masked: dict[str, str] = dataclasses.field(default_factory=dict)
-  """Path there -> a folder below one of those that stays hidden."""
+  """Folder of the host that stays hidden below a bound one, by path in the root."""
   links: dict[str, str] = dataclasses.field(default_factory=dict)
-  """Path there of a symbolic link -> what it holds."""
+  """Target of a symbolic link, by path in the root."""
   packages: dict[str, str] = dataclasses.field(default_factory=dict)
-  """Path in a folder to import from -> the file or folder of a package."""
+  """File or folder of a package, by path in the folder of packages."""
   modules: list[str] = dataclasses.field(default_factory=list)
-  """Modules of the packages that were named."""
+  """Modules of the named packages."""
 
   def bind(self, source: str, target: str, kept: Collection[str] | None = None) -> None:
-    """Adds a file or folder; of the folders in it only those in `kept`, if that is given."""
+    """Adds a file or folder. If `kept` is given, only these folders in it stay visible."""
     self.bound[target] = source
     for path in _hidden_below(source, kept):
       self.masked[target + path[len(source) :]] = path
 
 
 def interpreter() -> str:
-  """The program that runs sessions: the one that this virtual environment, if it is one, was made with."""
+  """Returns the Python program that runs sessions: the base of a virtual environment."""
   return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
 
 
@@ -58,7 +58,7 @@ def find(config: PythonToolConfig) -> ReadableFiles:
   """Finds the files on this machine.
 
   Raises:
-    MissingExtraError: a package is not installed here, or what is installed of it cannot be offered.
+    MissingExtraError: a package is not installed, or its installation has no modules of its own.
   """
   files = ReadableFiles()
   files.modules.extend(_find_packages(config.packages, files.packages))
@@ -76,13 +76,13 @@ def find(config: PythonToolConfig) -> ReadableFiles:
   for name, source in files.packages.items():
     files.bind(source, f"{PACKAGES}/{name}")
   for masked in list(files.masked):
-    if any(path.startswith(masked + "/") for path in files.bound):  # a prefix below another's libraries
+    if any(path.startswith(masked + "/") for path in files.bound):  # One prefix may be below the libraries of another.
       del files.masked[masked]
   return files
 
 
 def _library_folders() -> list[str]:
-  """The folders that hold shared libraries and the standard library, under all names that they go by."""
+  """Lists the folders of shared libraries and of the standard library, under all their names."""
   prefixes = (sys.base_prefix, os.path.dirname(os.path.dirname(interpreter())))
   folders = [*_LIBRARIES, *(os.path.join(prefix, name) for prefix in prefixes for name in ("lib", sys.platlibdir))]
   return list(dict.fromkeys([*folders, *map(os.path.realpath, folders)]))
@@ -94,7 +94,7 @@ def _bind_libraries(files: ReadableFiles, folder: str) -> None:
   if machine:
     kept.append(machine)
   if folder in _LIBRARIES and machine and os.path.isdir(os.path.join(folder, machine)):
-    # Debian and its kin: all libraries stand in one folder of this one, which holds much else.
+    # Debian and relatives keep all libraries in one subfolder, beside many other files.
     parts = [os.path.join(folder, name) for name in kept] + glob.glob(f"{folder}/ld-*.so*")
     for part in filter(os.path.exists, parts):
       files.bind(part, part)
@@ -113,11 +113,11 @@ def _hidden_below(top: str, kept: Collection[str] | None) -> list[str]:
 
 
 def _find_packages(names: Iterable[str], found: dict[str, str]) -> list[str]:
-  """Adds the files of packages and of what they require to `found`; returns the modules of the packages themselves."""
+  """Adds the files of packages and their requirements to `found`; returns the modules of the named packages."""
   modules = []
   seen: set[str] = set()
   waiting = [(name, "") for name in names]
-  for name, needed_by in waiting:  # grows on the way
+  for name, needed_by in waiting:  # grows during the loop
     if (key := re.sub("[-_.]+", "-", name).lower()) in seen:
       continue
     seen.add(key)
@@ -136,7 +136,7 @@ def _find_packages(names: Iterable[str], found: dict[str, str]) -> list[str]:
 
 
 def _requirements(package: importlib.metadata.Distribution) -> list[str]:
-  """The packages that it requires: always, or on a condition (other than an extra) and installed."""
+  """Lists required packages. Conditional ones count if they are installed, except those of extras."""
   required = []
   for line in package.requires or ():
     match = _REQUIREMENT.match(line)
@@ -148,7 +148,7 @@ def _requirements(package: importlib.metadata.Distribution) -> list[str]:
 
 
 def _entries(package: importlib.metadata.Distribution) -> list[str]:
-  """The outermost folders that hold files of a package, and its files outside of folders, but for programs."""
+  """Lists the outermost folders of a package, and its files outside of folders, without programs."""
   parts = [file.parts for file in package.files or ()]
   parts = [part for part in parts if part[0] not in ("..", "/", "__pycache__") and not part[-1].endswith(".pth")]
   outermost: set[tuple[str, ...]] = set()
@@ -162,7 +162,7 @@ def _modules(package: importlib.metadata.Distribution, entries: list[str]) -> li
   names = {str(file) for file in package.files or ()}
   modules = [entry.replace("/", ".") for entry in entries if f"{entry}/__init__.py" in names]
   modules = modules or [entry.split(".")[0] for entry in entries if entry.endswith((".py", ".so"))]
-  if not modules:  # installed in editable mode, without a list of its files, or a name for other packages
+  if not modules:  # in editable mode, without a list of files, or without code
     raise MissingExtraError(
       f"PythonToolConfig: packages names '{package.name}', of which no module is installed here as files of its own.",
       name=package.name,

@@ -1,12 +1,16 @@
-"""Assembles the seccomp filter of the tool's sessions: a classic BPF program, as bytes, for x86-64 and aarch64.
+"""The seccomp filter of sessions: a classic BPF program, as bytes, for x86-64 and aarch64.
 
-It is a second line: namespaces and dropped capabilities already make most of these calls fail. What it takes away is
-attack surface of the kernel (BPF, io_uring, keyrings, user namespaces, ...), every socket but pairs of streams, which
-have no address, memory that no limit counts (memfd, System V shared memory, watches of files), locks and leases (those
-on files that others read too are a channel, and can stall the host), and the way out of ending with the zygote. Where a
-session has no pid namespace of its own, or where the limit of processes does not bind it, a stricter filter keeps it
-from making processes and threads and from signalling any other: there is then exactly one process to end. It keeps
-open files in the table of that process, where they are counted, and the host's name secret.
+It is a second line of defence, since namespaces and dropped capabilities already make most of these calls fail. The
+filter forbids:
+- calls that are attack surface of the kernel (BPF, io_uring, keyrings, user namespaces, ...);
+- every socket but pairs of streams, which have no address;
+- memory that no limit counts (memfd, System V shared memory, watches of files);
+- locks and leases: on files that others read, they are a channel between sessions and can stall the host;
+- ways to survive the end of the zygote.
+
+A stricter filter is for sessions without a pid namespace, and for systems where the limit of processes does not work.
+It also forbids new processes and threads, and signals to other processes, so there is exactly one process to end. It
+keeps open files in the table of that process, where they are counted, and hides the host name.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import struct
 from collections.abc import Mapping
 
 OWN_PID = 0x7FFF_FFF1
-"""Stands for the session's own process id, which the worker puts in its place."""
+"""Placeholder for the process id of the session, which the worker fills in."""
 
 _EPERM, _ENOSYS = 1, 38
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
@@ -23,7 +27,7 @@ _LOAD, _AND, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x
 _AUDIT_ARCH: Mapping[str, int] = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACE_FLAGS = 0x7E02_0080
 
-# Numbers of the calls on x86-64 and aarch64 (-1: does not exist there). From 424 on they are the same.
+# Numbers of the calls on x86-64 and aarch64 (-1 if the call does not exist). From 424 on they are the same.
 _DENIED: Mapping[str, tuple[int, int]] = {
   "ptrace": (101, 117),
   "process_vm_readv": (310, 270),
@@ -103,10 +107,10 @@ _DENIED_TO_ONE_PROCESS: Mapping[str, tuple[int, int]] = {
   "ioprio_set": (251, 30),
   "process_madvise": (440, 440),
   "uname": (63, 160),
-  # An open file that is sent away stays open until it is received.
+  # A file sent through a socket stays open until it is received.
   "sendmsg": (46, 211),
   "sendmmsg": (307, 269),
-  # Of the files it can see, Landlock guards the contents only.
+  # Landlock protects only the contents of visible files.
   "chmod": (90, -1),
   "fchmod": (91, 52),
   "fchmodat": (268, 53),
@@ -128,8 +132,8 @@ _DENIED_TO_ONE_PROCESS: Mapping[str, tuple[int, int]] = {
   "futimesat": (261, -1),
   "utimensat": (280, 88),
 }
-_FIRST, _SECOND = 16, 24  # where the lower halves of arguments stand
-_OWN_PROCESS_ONLY: Mapping[str, tuple[int, int]] = {  # where the first argument is a process id
+_FIRST, _SECOND = 16, 24  # offsets of the lower halves of arguments
+_OWN_PROCESS_ONLY: Mapping[str, tuple[int, int]] = {  # the first argument is a process id
   "kill": (62, 129),
   "tgkill": (234, 131),
   "prlimit64": (302, 261),
@@ -138,10 +142,10 @@ _OWN_PROCESS_ONLY: Mapping[str, tuple[int, int]] = {  # where the first argument
   "sched_setparam": (142, 118),
   "sched_setattr": (314, 274),
 }
-_ALLOWED_COMMANDS: Mapping[str, tuple[tuple[int, int], tuple[int, ...]]] = {  # by the second argument
-  # Descriptors, flags and sizes of pipes; no locks, leases, watches, or signals to whoever is said to own a file.
+_ALLOWED_COMMANDS: Mapping[str, tuple[tuple[int, int], tuple[int, ...]]] = {  # allowed values of the second argument
+  # Descriptors, flags and sizes of pipes. No locks, leases, watches, or signals to the owner of a file.
   "fcntl": ((72, 25), (0, 1, 2, 3, 4, 1030, 1031, 1032)),
-  # Flags of descriptors, bytes that wait, and settings and sizes of terminals, which show that there is none.
+  # Flags of descriptors, available bytes, and settings and sizes of terminals (to find that there is none).
   "ioctl": ((16, 29), (0x5450, 0x5451, 0x5421, 0x541B, 0x5401, 0x5413)),
 }
 _CLONE, _CLONE3, _PRCTL, _SOCKETPAIR = (56, 220), 435, (157, 167), (53, 199)
@@ -158,7 +162,7 @@ def _error(number: int) -> bytes:
 
 
 def _jump_over(call: int, block: list[bytes]) -> list[bytes]:
-  """Instructions for one call alone; the block ends with returns, and starts with the number of the call loaded."""
+  """Returns instructions for one call. The block starts with the number of the call loaded and ends with returns."""
   return [_statement(_JUMP_EQ, call, 0, len(block)), *block]
 
 
@@ -190,10 +194,10 @@ def _stream_pairs() -> list[bytes]:
 
 
 def program(machine: str, *, processes: bool) -> bytes:
-  """The filter's instructions for a machine (as `os.uname` names it); empty where its call numbers are not known.
+  """Returns the instructions of the filter for a machine; empty if the call numbers of the machine are unknown.
 
   Args:
-    machine: `x86_64` or `aarch64`, else there is no filter.
+    machine: name of the machine in `os.uname`; there is a filter for `x86_64` and `aarch64`.
     processes: whether the session may make processes and threads.
   """
   if machine not in _AUDIT_ARCH:
@@ -208,7 +212,7 @@ def program(machine: str, *, processes: bool) -> bytes:
     _statement(_JUMP_GE, 0x4000_0000, 0, 1),
     _error(_ENOSYS),  # x32 calls
     _statement(_JUMP_EQ, _CLONE3, 0, 1),
-    _error(_ENOSYS),  # its flags cannot be read here; libraries fall back to clone
+    _error(_ENOSYS),  # The filter cannot read its flags. Libraries fall back to clone.
   ]
   denied = dict(_DENIED) if processes else {**_DENIED, **_DENIED_TO_ONE_PROCESS}
   for numbers in denied.values():
@@ -225,7 +229,7 @@ def program(machine: str, *, processes: bool) -> bytes:
   if not processes:
     for name, numbers in _OWN_PROCESS_ONLY.items():
       own = [load_argument, _statement(_JUMP_EQ, OWN_PID, 1, 0)]
-      # 0 is the caller itself, but for kill, where it is the caller's process group.
+      # 0 is the caller itself, except in kill, where it is the process group of the caller.
       own += [_error(_EPERM)] if name == "kill" else [_statement(_JUMP_EQ, 0, 0, 1)]
       own += [_statement(_RETURN, _ALLOW)] if name == "kill" else [_statement(_RETURN, _ALLOW), _error(_EPERM)]
       code += [_statement(_JUMP_EQ, numbers[column], 0, len(own)), *own]

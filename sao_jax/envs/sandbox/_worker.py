@@ -1,11 +1,11 @@
 """The program inside the sandbox: a zygote that forks one interpreter per session. Standard library only.
 
-`_zygote` starts it as text (`python -s -P -S -c`), inside bubblewrap where that works; no file of the library is
-visible to it. It is single-threaded, so forking is safe here, and it never runs code of a model itself: a session is
-a forked child. What the host and a session say to each other is described in `python_tool`.
+`_zygote` starts it as text (`python -s -P -S -c`), inside bubblewrap where that works, and it can see no file of the
+library. It is single-threaded, so forking is safe. It never runs code of a model itself: each session is a forked
+child. `python_tool` describes the messages between the host and a session.
 
-The code of a model runs as the program of an interpreter of its own would: nothing of this file reaches it through
-`compile`, `__main__` or `sys.modules`.
+The code of a model runs as in a plain interpreter. It cannot see this program through `compile`, `__main__` or
+`sys.modules`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from typing import Any
 
 from sao_jax.envs.sandbox import _isolation
 
-_SOCKET_FD, _OUTPUT_FD, _NULL_FD = 200, 201, 202  # above what RLIMIT_NOFILE lets a session open
+_SOCKET_FD, _OUTPUT_FD, _NULL_FD = 200, 201, 202  # above the numbers that RLIMIT_NOFILE allows
 _WATCH_MS = 200
-_FILE = (lambda: None).__code__.co_filename  # of the frames that no traceback shows
-_OWN_FRAMES = 4  # at most, at both ends of a traceback
-_COMPILE: Any = compile  # these three as they were before the code could put something in their places
+_FILE = (lambda: None).__code__.co_filename  # of frames that are hidden in tracebacks
+_OWN_FRAMES = 4  # at most, at each end of a traceback
+_COMPILE: Any = compile  # Kept, since the code may replace these three.
 _EXEC: Any = exec
 _SOURCES: Any = linecache.cache
 
 
 class Zygote:
-  """Forks sessions and kills them, as the host says."""
+  """Forks and kills sessions on request of the host."""
 
   def __init__(self, settings: dict[str, Any]):
     self._settings = settings
@@ -52,7 +52,7 @@ class Zygote:
     self._cleaners: set[int] = set()  # children that remove directories of ended sessions
     self._next_watch = 0.0
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-      file.write("1000")  # the sandbox dies before the training does
+      file.write("1000")  # The system kills the sandbox before the training.
     self._namespaces = _isolation.enter_namespaces(settings)
     self._own_pid_namespace = os.pidfd_open(os.getpid())
     own_root = self._namespaces or settings["inside_bubblewrap"]
@@ -85,7 +85,7 @@ class Zygote:
     while True:
       if poll.poll(1000 if self._namespaces else _WATCH_MS):
         message, fds, _, _ = socket.recv_fds(self._control, 9, 2, socket.MSG_CMSG_CLOEXEC)
-        if not message:  # the host closed its end, or is gone
+        if not message:  # The host closed its end, or has ended.
           break
         operation, session = struct.unpack("<cQ", message)
         if operation == b"F":
@@ -97,7 +97,7 @@ class Zygote:
         self._kill_hoarders()
     for pid in self._pids.values():
       self._kill(pid)
-    if not self._namespaces:  # the host may be gone
+    if not self._namespaces:  # The host may have ended.
       for pid in self._cleaners.union(self._pids.values()):
         os.waitpid(pid, 0)
       _isolation.remove_tree(self._settings["scratch"])
@@ -120,7 +120,7 @@ class Zygote:
   def _serve(self, session: int, fds: list[int]) -> None:
     try:
       child = _Session(self._settings, session, self._report, fds)
-    except BaseException as error:  # the host reads there why a session did not start
+    except BaseException as error:  # The host reads the reason from the output.
       os.write(_OUTPUT_FD, "".join(traceback.format_exception(error)).encode(errors="replace"))
       raise
     child.serve()
@@ -129,7 +129,7 @@ class Zygote:
     with contextlib.suppress(ProcessLookupError):
       if not self._namespaces:
         os.killpg(pid, signal.SIGKILL)
-      os.kill(pid, signal.SIGKILL)  # first process of its pid namespace: all others go with it
+      os.kill(pid, signal.SIGKILL)  # the first process of its pid namespace: all others end too
 
   def _reap(self) -> None:
     while True:
@@ -149,18 +149,18 @@ class Zygote:
       self._kill_orphans()
 
   def _clean(self, session: int) -> None:
-    """Removes a directory, which may hold a great many files: in a process of its own."""
+    """Removes a directory in a child process, since it may hold a great many files."""
     pid = os.fork()
     if pid == 0:
       try:
-        _isolation.die_with_parent()  # the host removes the rest
+        _isolation.die_with_parent()  # The host removes the rest.
         _isolation.remove_tree(f"{self._settings['scratch']}/{session}")
       finally:
         os._exit(0)
     self._cleaners.add(pid)
 
   def _kill_hoarders(self) -> None:
-    """Ends sessions whose directories have outgrown the limit; looked at now and then, so a little late."""
+    """Kills sessions whose directories exceed the limit. The check is periodic, so it may be a little late."""
     if time.monotonic() < self._next_watch:
       return
     began = time.monotonic()
@@ -169,10 +169,10 @@ class Zygote:
       if _isolation.has_outgrown(pid, directory, self._settings["scratch_bytes"], _isolation.MAX_SCRATCH_ENTRIES):
         self._kill(pid)
     now = time.monotonic()
-    self._next_watch = now + max(_WATCH_MS / 1e3, 4 * (now - began))  # a fifth of the time at most
+    self._next_watch = now + max(_WATCH_MS / 1e3, 4 * (now - began))  # at most a fifth of the time
 
   def _kill_orphans(self) -> None:
-    """Without pid namespaces, what a session leaves behind becomes a child of this process (the subreaper)."""
+    """Kills orphans. Without pid namespaces they become children of this process (the subreaper)."""
     try:
       with open(f"/proc/self/task/{os.getpid()}/children") as file:
         children = [int(word) for word in file.read().split()]
@@ -185,7 +185,7 @@ class Zygote:
 
 
 class _Session:
-  """One interpreter: a forked child that runs cells of code for one episode."""
+  """An interpreter: a forked child that runs cells of code for one episode."""
 
   def __init__(self, settings: dict[str, Any], session: int, report: dict[str, bool], fds: list[int]):
     self._settings = settings
@@ -201,18 +201,18 @@ class _Session:
     self._pid = os.getpid()
     module = types.ModuleType("__main__")
     boot = vars(sys.modules["__main__"])
-    vars(module).update({name: value for name, value in boot.items() if name.startswith("__")})  # Python's own
+    vars(module).update({name: value for name, value in boot.items() if name.startswith("__")})  # attributes of Python
     sys.modules["__main__"] = module
     self._globals = module.__dict__
     host = types.ModuleType("sao_host")
     host.__dict__["ask"] = self._ask
     sys.modules["sao_host"] = host
     self._cells = 0
-    self._features = 0  # what the code has imported from `__future__`: stays, as at a prompt
+    self._features = 0  # Imports from `__future__` stay in effect, as at a prompt.
     self._number = 0
 
   def serve(self) -> None:
-    """Runs cells until the host closes its end. Any error here ends the process, which the host sees."""
+    """Runs cells until the host closes its end. An error here ends the process, and the host notices."""
     self._connection = connection = socket.socket(fileno=_SOCKET_FD)
     while True:
       self._number, size = struct.unpack("<QI", _receive(connection, 12))
@@ -221,7 +221,7 @@ class _Session:
       os.lseek(_OUTPUT_FD, 0, os.SEEK_SET)
       connection.sendall(struct.pack("<Qc", self._number, b"S"))
       status = self._run(code)
-      if os.getpid() != self._pid:  # a child that the code forked and that came back here
+      if os.getpid() != self._pid:  # a child forked by the code that returned here
         os._exit(status)
       signal.setitimer(signal.ITIMER_REAL, 0)
       self._end_children()
@@ -229,14 +229,14 @@ class _Session:
       connection.sendall(struct.pack("<Qc", self._number, b"T" if threads else b"."))
 
   def _ask(self, message: bytes) -> bytes:
-    """`sao_host.ask` of the code that runs: what the host answers to a message, if it was told to listen."""
+    """Sends a message of the code to the listener of the host and returns its reply (`sao_host.ask`)."""
     self._connection.sendall(struct.pack("<QcI", self._number, b"Q", len(message)) + message)
     (size,) = struct.unpack("<I", _receive(self._connection, 4))
     return _receive(self._connection, size)
 
   def _run(self, code: str) -> int:
-    """Runs one cell and returns the exit status of a program that ends as it did."""
-    for source, target in ((_NULL_FD, 0), (_OUTPUT_FD, 1), (_OUTPUT_FD, 2)):  # earlier code may have closed them
+    """Runs a cell and returns the exit status of a program that ends like it."""
+    for source, target in ((_NULL_FD, 0), (_OUTPUT_FD, 1), (_OUTPUT_FD, 2)):  # Earlier code may have closed them.
       os.dup2(source, target)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
     descriptor = io.BufferedWriter(io.FileIO(1, "wb", closefd=False))
@@ -246,12 +246,12 @@ class _Session:
     status = 0
     try:
       self._execute(code)
-    except BaseException as error:  # noqa: BLE001 (whatever it is, the model reads it)
+    except BaseException as error:  # noqa: BLE001 (the model reads it)
       status, text = self._ending(error)
       self._write(text, output)
       if status and not text and os.getpid() == self._pid:
         self._write(f"{_line_break()}[exit code {status}]\n", output)
-    with contextlib.suppress(OSError, ValueError):  # full, or closed by the code: the model gets what is there
+    with contextlib.suppress(OSError, ValueError):  # Full or closed: the model gets the output so far.
       output.flush()
     return status
 
@@ -264,7 +264,7 @@ class _Session:
     program = _COMPILE(tree, name, "exec", self._features, dont_inherit=True)
     self._features |= _features(program)
     programs = [program]
-    if last is not None:  # as in a notebook: the value of a last expression is shown
+    if last is not None:  # The value of a final expression is shown, as in a notebook.
       programs.append(_COMPILE(ast.Interactive([last]), name, "single", self._features, dont_inherit=True))
     for program in programs:
       _EXEC(program, self._globals)
@@ -277,15 +277,15 @@ class _Session:
 
     signal.signal(signal.SIGXCPU, over)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    soft = round(time.process_time()) + seconds  # the system counts whole seconds
+    soft = round(time.process_time()) + seconds  # The system counts whole seconds.
     resource.setrlimit(resource.RLIMIT_CPU, (min(soft, hard), hard))
 
   def _ending(self, error: BaseException) -> tuple[int, str]:
-    """Exit status of a program that ends by this error, and what Python prints then."""
+    """Returns the exit status of a program that ends with this error, and what Python prints."""
     if issubclass(type(error), SystemExit):
       try:
         return _exit_status(error.code)  # type: ignore[attr-defined]
-      except BaseException as fault:  # noqa: BLE001 (a code that cannot be shown)
+      except BaseException as fault:  # noqa: BLE001 (str() of the exit code may raise)
         error = fault
     frames = self._settings["traceback_frames"]
     shown = traceback.TracebackException(
@@ -298,18 +298,18 @@ class _Session:
     try:
       output.write(text)
       output.flush()
-    except (OSError, ValueError):  # full or closed: the last part of the output makes room
+    except (OSError, ValueError):  # Full or closed: overwrite the end of the output.
       data = text.encode(errors="backslashreplace")[-4096:]
       end = min(os.lseek(_OUTPUT_FD, 0, os.SEEK_END), self._settings["scratch_bytes"] - len(data))
       os.pwrite(_OUTPUT_FD, data, max(end, 0))
 
   def _end_children(self) -> None:
-    """Processes do not outlive the cell that started them."""
-    if self._pid != 1:  # only as the first process of a pid namespace are all others this session's
+    """Kills all processes that the cell started."""
+    if self._pid != 1:  # Only the first process of a pid namespace may kill all others.
       return
     try:
       os.kill(-1, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # there is no other; the filter lets there be none
+    except (ProcessLookupError, PermissionError):  # There is no other, or the filter allows none.
       return
     with contextlib.suppress(ChildProcessError):
       while True:
@@ -317,20 +317,20 @@ class _Session:
 
 
 def _features(program: types.CodeType) -> int:
-  """Compiler flags of what a program imports from `__future__`."""
+  """Returns the compiler flags of a program's imports from `__future__`."""
   flags = [getattr(__future__, name).compiler_flag for name in __future__.all_feature_names]
   return sum(flag for flag in flags if program.co_flags & flag)
 
 
 def _exit_status(code: object) -> tuple[int, str]:
-  """Exit status of a program that calls `sys.exit(code)`, and what Python prints then."""
+  """Returns the exit status of a program that calls `sys.exit(code)`, and what Python prints."""
   if code is None:
     return 0, ""
   return (code & 0xFF, "") if isinstance(code, int) else (1, f"{code}\n")
 
 
 def _line_break() -> str:
-  """What makes the next text begin a line of the output."""
+  """Returns a line break if the output does not end with one, else nothing."""
   end = os.lseek(_OUTPUT_FD, 0, os.SEEK_END)
   return "" if os.pread(_OUTPUT_FD, 1, max(end - 1, 0)) in (b"", b"\n") else "\n"
 
@@ -346,7 +346,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _forget_this_program() -> None:
-  """Leaves to the code of sessions what a plain interpreter would: without this program, with the names of `site`."""
+  """Hides this program from the code of sessions, and adds the names of `site`, as in a plain interpreter."""
   sys.argv[:] = [""]
   sys.orig_argv[:] = [sys.executable]
   package = __name__.partition(".")[0]
@@ -362,12 +362,12 @@ def main(settings: dict[str, Any]) -> None:
   _isolation.set_name(b"sao_jax_tool")
   zygote = Zygote(settings)
   one_thread = dict.fromkeys(("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-  os.environ.update(one_thread)  # numeric libraries read this when they are loaded; forks of threads are not safe
+  os.environ.update(one_thread)  # Numeric libraries read it when loaded. Forking with threads is not safe.
   for name in settings["preload"]:
     __import__(name)
   for name in one_thread:
     del os.environ[name]
   _forget_this_program()
   gc.collect()
-  gc.freeze()  # or the first collection in each child would copy every page
+  gc.freeze()  # Else the first collection in each child would copy every page.
   zygote.run()

@@ -1,4 +1,4 @@
-"""The host's side of the zygote process (`_worker.py`) and of its sessions; see `python_tool` for who says what."""
+"""The host's side of the zygote process (`_worker.py`) and its sessions; see `python_tool` for their messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sao_jax.envs.sandbox import _isolation, _readable, _seccomp
 from sao_jax.envs.sandbox.python_tool_config import PythonToolConfig
 
 Listener: TypeAlias = Callable[[bytes], bytes | None]
-"""Answers the messages of code that runs; None ends the interpreter."""
+"""Returns the reply to a message of running code; None ends the interpreter."""
 
 MAX_MESSAGE_BYTES = 1 << 20
 _START_TIMEOUT_S = 20.0
@@ -37,7 +37,7 @@ for name, text in settings.pop("modules").items():
 module.main(settings)
 """
 _ENVIRONMENT: Mapping[str, str] = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-"""All that sessions see. With one hash seed, sets of strings have one order, whichever process runs the code."""
+"""Environment variables of sessions. With a fixed hash seed, sets of strings have the same order in every process."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
@@ -53,7 +53,7 @@ class Interpreter:
     self._used = False
 
   def call(self, code: bytes, wall_s: float, listener: Listener | None = None) -> str:
-    """Runs code; returns '' when it ended by itself, else what went wrong ('died', 'timeout', 'threads', 'breach')."""
+    """Runs code. Returns '' if it ends normally, else the failure ('died', 'timeout', 'threads' or 'breach')."""
     nonce = secrets.token_bytes(8)
     start = time.monotonic()
     self._deadline = start + wall_s
@@ -72,7 +72,7 @@ class Interpreter:
           return "threads" if answer[8:] == b"T" else ""
         if answer[8:] != b"Q" or listener is None or not self._serve(listener, start, wall_s):
           return "breach"
-        if time.monotonic() > self._deadline:  # code that sends without end is never waited for
+        if time.monotonic() > self._deadline:  # The code may send messages for ever.
           return "timeout"
     except TimeoutError:
       return "timeout"
@@ -80,7 +80,7 @@ class Interpreter:
       return "died"
 
   def _serve(self, listener: Listener, start: float, wall_s: float) -> bool:
-    """Answers one message of the code; False if it is too long or not wanted."""
+    """Replies to a message of the code. Returns False if the message is too long or the listener refuses it."""
     (size,) = struct.unpack("<I", self._receive(4, start, wall_s))
     reply = listener(self._receive(size, start, wall_s)) if size <= MAX_MESSAGE_BYTES else None
     if reply is None:
@@ -90,7 +90,7 @@ class Interpreter:
     return True
 
   def _receive(self, size: int, start: float, wall_s: float) -> bytes:
-    """Reads exactly so many bytes. TimeoutError at the deadline, ConnectionError if the other end is gone."""
+    """Reads exactly `size` bytes. Raises TimeoutError at the deadline, and ConnectionError if the session has ended."""
     data = bytearray()
     while len(data) < size:
       self._connection.settimeout(max(self._deadline - time.monotonic(), 1e-3))
@@ -99,7 +99,7 @@ class Interpreter:
       except TimeoutError:
         if self._used or time.monotonic() > start + _START_TIMEOUT_S:
           raise
-        # A busy machine has not started it yet: the code's time has not begun.
+        # A busy machine has not started the code yet, so its time has not begun.
         self._deadline = time.monotonic() + wall_s
         continue
       if not part:
@@ -109,15 +109,15 @@ class Interpreter:
 
   @property
   def untouched(self) -> bool:
-    """Whether it has taken no request yet: no code has run in it, which could have said so."""
+    """Whether the interpreter has accepted no request yet, so that no code has run in it."""
     return not self._used
 
   def start_error(self) -> str:
-    """Why it died before it took a request."""
+    """Returns why it died before it accepted a request."""
     return os.pread(self._output, 2000, 0).decode(errors="replace").strip()
 
   def output(self, limit: int) -> str:
-    """What the last call printed, the middle cut out of it if it is longer than `limit` bytes."""
+    """Returns the output of the last call. The middle of output longer than `limit` bytes is cut."""
     if self.untouched:
       return ""
     size = os.fstat(self._output).st_size
@@ -143,10 +143,10 @@ class Zygote:
     self._count = 0
     files = _readable.find(config)
     self._scratch = tempfile.mkdtemp(prefix="sao_jax_tool_")
-    os.chmod(self._scratch, 0o711)  # sessions with a user id of their own pass through, and cannot list it
+    os.chmod(self._scratch, 0o711)  # Sessions with other user ids can enter the folder but not list it.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     self._control = ours
-    self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+    self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
     with theirs:
       self._process = subprocess.Popen(
         _command(config, files, bubblewrap, self._scratch, theirs.fileno()),
@@ -160,7 +160,7 @@ class Zygote:
       )
     try:
       self.isolation = self._handshake()
-      if self.isolation["namespaces"]:  # the zygote has a root of its own by now
+      if self.isolation["namespaces"]:  # The zygote has its private root by now.
         os.rmdir(self._scratch)
       self._probe()
     except BaseException:
@@ -172,7 +172,7 @@ class Zygote:
     return self._process.pid
 
   def last_words(self) -> str:
-    """What it printed on standard error: why it died."""
+    """Returns the standard error of the zygote, which tells why it died."""
     self._errors.seek(0)
     return self._errors.read(2000).decode(errors="replace").strip() or "no message"
 
@@ -187,7 +187,7 @@ class Zygote:
     return dict(json.loads(message))
 
   def _probe(self) -> None:
-    """Two sessions, to see that they work before anybody relies on it."""
+    """Runs two sessions to check that they work."""
     for _ in range(2):
       try:
         interpreter = self.fork()
@@ -200,9 +200,9 @@ class Zygote:
         raise RuntimeError(f"A session of the tool did not start: {reason or self.last_words()}")
 
   def fork(self) -> Interpreter:
-    """Asks for a session; returns at once. OSError when the zygote is gone."""
-    if os.getpid() != self._owner:  # two processes would give different sessions the same number
-      raise RuntimeError("This PythonTool belongs to the process that made it, not to a fork of it: make one there.")
+    """Requests a session and returns at once. Raises OSError if the zygote has ended."""
+    if os.getpid() != self._owner:  # Two processes would use the same number for different sessions.
+      raise RuntimeError("This PythonTool belongs to the process that made it. Make another one in the forked process.")
     ours, theirs = socket.socketpair()
     output = os.memfd_create("output", os.MFD_CLOEXEC)
     try:
@@ -219,11 +219,11 @@ class Zygote:
   def kill(self, number: int) -> None:
     if os.getpid() != self._owner:
       return
-    with contextlib.suppress(OSError), self._lock:  # a zygote that is gone has taken its sessions with it
+    with contextlib.suppress(OSError), self._lock:  # If the zygote has ended, so have its sessions.
       self._control.send(struct.pack("<cQ", b"K", number))
 
   def close(self) -> None:
-    self._control.close()  # the zygote kills its sessions and exits
+    self._control.close()  # The zygote kills its sessions and exits.
     if os.getpid() != self._owner:
       return
     try:
@@ -268,17 +268,17 @@ def _command(
   folder = pathlib.Path(__file__).parent
   names = ("_isolation", "_worker")
   settings["modules"] = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in names}
-  # As -I, but with PYTHONHASHSEED.
+  # Like -I, but with PYTHONHASHSEED.
   python = [_readable.interpreter(), "-s", "-P", "-S", "-c", _BOOT, json.dumps(settings)]
   return [*_bubblewrap(files), *python] if bubblewrap else python
 
 
 def _bubblewrap(files: _readable.ReadableFiles) -> list[str]:
   targets = [*files.bound, *files.links, "/dev/null"]
-  # Directories on the way to what is bound: bubblewrap would make them for its own user only.
+  # Parents of bound paths. bubblewrap would make them for its own user only.
   parents = {str(path) for target in targets for path in pathlib.PurePath(target).parents if path.name}
   parents -= {path for path in parents for top in files.bound if f"{path}/".startswith(f"{top}/")}
-  # Root needs no user namespace: the worker takes another user id for each session, which drops the capabilities.
+  # Root needs no user namespace: the worker changes the user id for each session, which drops the capabilities.
   user = (
     ["--unshare-all"]
     if os.geteuid()

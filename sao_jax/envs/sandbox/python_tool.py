@@ -1,18 +1,17 @@
 """A sandboxed Python interpreter for policies: one per episode, from a warm pool.
 
-Who talks to whom:
-- The host (this module) starts one zygote process (`_worker.py`), inside bubblewrap where that works. It asks the
-  zygote over a control socket to fork sessions ("F") and to kill them ("K"). The host itself never forks: it has
-  threads (JAX).
-- For each session the host makes a socket pair and an anonymous file, and hands one end and the file to the fork. A
-  request is `number (8 bytes), length (4 bytes), code`; the session says `number, "S"` before it runs the code and
-  `number, status` after it. What the code prints goes to the file, of which the host reads at most
-  `max_output_bytes`. Where the host gave a listener, the code may send messages in between, by
-  `sao_host.ask(bytes) -> bytes`: `number, "Q", length, message`, answered by `length, reply`.
+Processes and messages:
+- The host (this module) starts one zygote process (`_worker.py`), inside bubblewrap where that works. Over a control
+  socket it asks the zygote to fork sessions ("F") and to kill them ("K"). The host itself never forks, because JAX has
+  threads.
+- For each session the host makes a socket pair and an anonymous file, and passes one end and the file to the fork. A
+  request is `number (8 bytes), length (4 bytes), code`. The session replies `number, "S"` before it runs the code and
+  `number, status` after it. The output of the code goes to the file, and the host reads at most `max_output_bytes` of
+  it. If the host has a listener, the code may send messages in between with `sao_host.ask(bytes) -> bytes`. Such a
+  message is `number, "Q", length, message`, and its reply is `length, reply`.
 
-Nothing that comes from a session is trusted: reads are bounded in size and time, the number of an answer must be the
-random one of the request, and whatever goes wrong kills the session (its whole pid namespace) and becomes a sentence
-to the model.
+The host trusts no session. Reads have limits of size and time, and a reply must repeat the random number of its
+request. Any error kills the session (its whole pid namespace) and becomes a sentence for the model.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ _MAX_CODE_BYTES = 1 << 20
 
 
 class PythonSession:
-  """One episode's interpreter. Used by one thread at a time."""
+  """The interpreter of one episode. One thread at a time may use it."""
 
   def __init__(self, tool: PythonTool):
     self._tool = tool
     self._interpreter: Interpreter | None = None
 
   def run(self, code: str, *, listener: Listener | None = None) -> str:
-    """Runs code and returns what the model reads: output, the end of a traceback, or the limit that was hit.
+    """Runs code and returns the text for the model: output, the end of a traceback, or the exceeded limit.
 
-    `exit()`, `quit()`, `sys.exit()` and `SystemExit` end the call, not the session: variables stay. A message is
-    printed, an exit code other than 0 reported as `[exit code 3]`. `os._exit()` ends the interpreter, and its variables
-    are lost.
+    `exit()`, `quit()`, `sys.exit()` and `SystemExit` end the call but not the session, so variables stay. Their message
+    is printed, and an exit code other than 0 is reported as `[exit code 3]`. `os._exit()` ends the interpreter, and its
+    variables are lost.
 
     Args:
       code: the program, or the next piece of it.
-      listener: answers what the code sends by `sao_host.ask`, on this thread and within the wall-clock limit. Without
-        it such a message ends the interpreter.
+      listener: replies to `sao_host.ask` of the code, on this thread and within the wall-clock limit. Without a
+        listener such a message ends the interpreter.
     """
     config = self._tool.config
     data = code.encode(errors="replace")
@@ -58,7 +57,7 @@ class PythonSession:
       return f"[code too long: {len(data)} bytes, limit {_MAX_CODE_BYTES}]\n"
     try:
       failure, text = self._call(data, config, listener)
-    except OSError as error:  # out of descriptors, or the zygote cannot be started again
+    except OSError as error:  # out of descriptors, or the zygote does not start again
       _LOG.warning("Python tool: %s", error)
       return "[the interpreter could not be started]\n"
     if failure or not config.persistent:
@@ -81,12 +80,12 @@ class PythonSession:
       failure = self._interpreter.call(data, config.wall_s, listener)
       if failure != "died" or not self._interpreter.untouched:
         return failure, self._interpreter.output(config.max_output_bytes)
-      self.close()  # it died while it waited in the pool, maybe with its zygote; the code has not run
+      self.close()  # It died in the pool, maybe with its zygote. The code has not run.
       time.sleep(0.05)
     raise OSError("new interpreters keep dying before they run anything")
 
   def close(self) -> None:
-    """Kills the interpreter and all that it started."""
+    """Kills the interpreter and all processes that it started."""
     if self._interpreter is not None:
       self._interpreter.kill()
       self._interpreter = None
@@ -101,7 +100,7 @@ class PythonSession:
 
 
 class PythonTool:
-  """A pool of sandboxed interpreters, shared by all environments of a process; thread-safe.
+  """A pool of sandboxed interpreters, shared by all environments of a process. Thread-safe.
 
   >>> tool = PythonTool(PythonToolConfig(backend="subprocess"))
   >>> with tool.session() as session:
@@ -122,7 +121,7 @@ class PythonTool:
 
   @property
   def isolation(self) -> dict[str, Any]:
-    """What the system granted, e.g. `{"backend": "bubblewrap", "pid": 1234, "namespaces": True}`."""
+    """The isolation that the system allows, such as `{"backend": "bubblewrap", "pid": 1234, "namespaces": True}`."""
     return {"backend": self.backend, "pid": self._zygote.pid, **self._zygote.isolation}
 
   def _start(self) -> Zygote:
@@ -160,7 +159,7 @@ class PythonTool:
       )
 
   def session(self) -> PythonSession:
-    """A new interpreter for one episode; use it in a `with` block, or close it."""
+    """Returns an interpreter for one episode. Use it in a `with` block, or close it."""
     return PythonSession(self)
 
   def _take(self) -> Interpreter:
@@ -169,7 +168,7 @@ class PythonTool:
         raise RuntimeError("This PythonTool is closed.")
       try:
         self._fill()
-      except OSError:  # the zygote is gone, and its sessions with it
+      except OSError:  # The zygote has ended, and its sessions with it.
         _LOG.warning("Python tool: its process died (%s); starting it again.", self._zygote.last_words())
         self._drop()
         self._zygote = self._start()
@@ -186,7 +185,7 @@ class PythonTool:
     self._zygote.close()
 
   def close(self) -> None:
-    """Ends all interpreters, also those in use, and the zygote."""
+    """Ends the zygote and all interpreters, including those in use."""
     with self._lock:
       if not self._closed:
         self._closed = True

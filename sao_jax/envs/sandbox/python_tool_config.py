@@ -37,16 +37,16 @@ _PACKAGE = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PythonToolConfig:
-  """Limits of the interpreter. All are per session unless they say otherwise."""
+  """Limits of the interpreter, per session unless stated otherwise."""
 
   backend: Literal["auto", "bubblewrap", "subprocess"] = "auto"
-  """`auto`: bubblewrap where it works, else the plain subprocess, with a warning that says so."""
+  """`auto` uses bubblewrap where it works, else a plain subprocess, with a warning."""
   wall_s: float = 10.0
-  """Wall-clock seconds per call; past it the interpreter is killed."""
+  """Wall-clock seconds per call. After that the interpreter is killed."""
   cpu_s: int = 5
-  """CPU seconds per call; past it the code gets a TimeoutError, and the interpreter lives on."""
+  """CPU seconds per call. After that the code gets a TimeoutError, and the interpreter keeps running."""
   session_cpu_s: int = 60
-  """CPU seconds of one process over all calls; past it the process is killed."""
+  """CPU seconds of one process over all calls. After that the process is killed."""
   memory_mb: int = 512
   """Address space of one process."""
   max_processes: int = 16
@@ -54,21 +54,21 @@ class PythonToolConfig:
   scratch_mb: int = 16
   """Size of the temporary directory, and of any one file."""
   max_output_bytes: int = 4096
-  """Output returned per call; the middle of a longer one is cut out."""
+  """Output returned per call. The middle of longer output is cut."""
   traceback_frames: int = 4
-  """Innermost frames of a traceback that are shown; 0 shows only its last line."""
+  """Number of innermost traceback frames shown. 0 shows only the last line."""
   pool_size: int = 4
-  """Interpreters kept ready."""
+  """Number of interpreters kept ready."""
   persistent: bool = True
-  """Whether variables survive from call to call of one session."""
+  """Whether variables stay from call to call within a session."""
   python_path: tuple[str, ...] = ()
-  """Directories that the code may import from besides the standard library. It can read all that is in them but for
-  folders named `*-packages`."""
+  """Directories that code may import from besides the standard library. It can read everything in them except folders
+  named `*-packages`."""
   packages: tuple[str, ...] = ()
-  """Installed packages that the code may import, such as `("numpy", "sympy")`, by the names that pip knows them by.
-  What they require comes with them; they are imported before sessions are forked. No other package can be read."""
+  """Installed packages that code may import, with their requirements, by pip name, such as `("numpy", "sympy")`. They
+  are imported before sessions are forked. No other packages can be read."""
   preload: tuple[str, ...] = _PRELOAD
-  """Modules imported before sessions are forked, so that importing them costs a session nothing."""
+  """Modules imported before sessions are forked, which makes importing them free."""
 
   def __post_init__(self) -> None:
     if self.backend not in ("auto", "bubblewrap", "subprocess"):
@@ -84,6 +84,6 @@ class PythonToolConfig:
     valid = isinstance(self.packages, tuple | list) and all(isinstance(name, str) for name in self.packages)
     if not valid or not all(re.fullmatch(_PACKAGE, name, re.ASCII | re.IGNORECASE) for name in self.packages):
       raise ValueError(
-        f"packages must be a tuple of names of packages, without versions, such as 'numpy'; received {self.packages!r}."
+        f"packages must be a tuple of names of packages, such as 'numpy', without versions; received {self.packages!r}."
       )
     object.__setattr__(self, "packages", tuple(self.packages))

@@ -1,4 +1,4 @@
-"""Settings of the tool-math task: which problems, how hard, what the tool allows, and what the demonstrations do."""
+"""Settings of the tool-math task: problems, difficulty, limits of the tool, and demonstrations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Split: TypeAlias = Literal["train", "eval"]
 
 
 def _check_weights(config: object) -> None:
-  """Weights are finite, not negative, and not all zero."""
+  """Raises ValueError unless all weights are finite and >= 0, with a positive sum."""
   weights = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}  # type: ignore[arg-type]
   if not all(math.isfinite(w) and w >= 0 for w in weights.values()) or sum(weights.values()) <= 0:
     raise ValueError(f"{type(config).__name__} must hold weights >= 0 with a positive sum; received {weights}.")
@@ -18,7 +18,7 @@ def _check_weights(config: object) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskWeights:
-  """How often each kind of problem comes; relative, not necessarily summing to 1. Number of operations in brackets."""
+  """Relative frequency of each kind of problem. Numbers of operations are in brackets."""
 
   arithmetic: float = 0.25
   """basic_arithmetic without parentheses: + - * with precedence. [terms - 1]"""
@@ -27,11 +27,11 @@ class TaskWeights:
   chain_sum: float = 0.30
   """chain_sum: a row of additions and subtractions. [terms - 1]"""
   products: float = 0.10
-  """products of two numbers. [1]"""
+  """products: two numbers. [1]"""
   equations: float = 0.15
   """simple_equations: `12*x - 5 = 31`. [1 or 2]"""
   lcm: float = 0.10
-  """Least common multiple of two numbers, through their greatest common divisor. [3]"""
+  """lcm: least common multiple of two numbers, through their greatest common divisor. [3]"""
 
   def __post_init__(self) -> None:
     _check_weights(self)
@@ -39,7 +39,7 @@ class TaskWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyWeights:
-  """How often each strategy is demonstrated; relative. One that does not fit a problem is left out for that problem.
+  """Relative frequency of each demonstrated strategy. A problem uses only the strategies that fit it.
 
   Imitated perfectly, the default mixture solves about 40 % of the problems; `steps` alone solves all of them.
   """
@@ -47,15 +47,15 @@ class StrategyWeights:
   direct: float = 0.30
   """Answers at once with a number of plausible size. Nearly always wrong."""
   whole: float = 0.10
-  """One call with the whole expression, where the tool allows that many operations. Right."""
+  """One call with the whole expression, if the tool allows as many operations. Right."""
   steps: float = 0.28
   """One call per operation, respecting precedence. Right."""
   early_stop: float = 0.17
-  """As `steps`, but answers with the result of the last operation but one. Wrong."""
+  """Like `steps`, but answers with the result of the last operation but one. Wrong."""
   left_to_right: float = 0.08
-  """One call per operation from left to right, ignoring precedence. Wrong where precedence matters (else left out)."""
+  """One call per operation from left to right, ignoring precedence. Wrong; used only if precedence matters."""
   wrong_operation: float = 0.10
-  """As `steps`, with the operator of one call exchanged. Wrong."""
+  """Like `steps`, with a wrong operator in one call. Wrong."""
   corrected: float = 0.06
   """A first call that the tool refuses (a syntax error, or too many operations), then `steps`. Right, but longer."""
 
@@ -68,13 +68,13 @@ class ToolMathConfig:
   """Settings of the tool-math task.
 
   Raises:
-    ValueError: a field outside its range; the message shows what was received and what is allowed.
+    ValueError: a field is outside its range; the message shows its value and the range.
   """
 
   tasks: TaskWeights = TaskWeights()
   strategies: StrategyWeights = StrategyWeights()
   min_digits: int = 2
-  """Digits of the numbers in arithmetic, chain sums and products. One-digit problems can be learned by heart."""
+  """Fewest digits of the numbers in arithmetic, chain sums and products. One-digit problems can be memorised."""
   max_digits: int = 3
   arithmetic_max_terms: int = 3
   """Terms of an arithmetic problem: 2 to this many."""
@@ -85,32 +85,32 @@ class ToolMathConfig:
   lcm_max_value: int = 100
 
   train_size: int = 20_000
-  """Number of training problems; task indices beyond it start again from the first."""
+  """Number of training problems. Larger task indices start again from the first."""
   eval_size: int = 1_000
-  """Number of held-out problems; none of their questions occurs in training."""
+  """Number of held-out problems. None of their questions occurs in training."""
   problem_seed: int = 0
-  """Which problems. Runs with different seeds of their own can share it, and so their held-out problems."""
+  """Seed of the problems. Runs with different seeds can share it to have the same held-out problems."""
 
   max_turns: int = 6
-  """Actions per episode; without an answer by then it is truncated with reward 0."""
+  """Actions per episode. Without an answer by then, the episode is truncated with reward 0."""
   max_operations_per_call: int | None = 1
-  """A call with more operators and function calls than this is refused with an error text; None allows any program.
+  """Most operators and function calls in one call; a call with more gets an error text. None allows any program.
 
-  With 1 the number of calls is a property of the problem (an expression of n operations takes n calls), so how often to
-  call is something to be learned. With None one call solves every problem.
+  With 1, an expression of n operations takes n calls, so the policy has to learn how often to call. With None, one call
+  solves every problem.
   """
   tool_prelude: str = "from math import gcd"
-  """Code that runs before each call; it does not count as an operation. Empty for none."""
+  """Code that runs before each call and does not count as an operation. Empty for none."""
   max_output_chars: int = 24
-  """What the tool prints is cut to this many characters. Of an error only its name is shown: `error: NameError`."""
+  """Most characters of the tool's output that are shown. Errors show only their name: `error: NameError`."""
   success_threshold: float = 1.0
-  """Score by the package's own `score_answer` from which an answer counts as right.
+  """Score of the package's `score_answer` from which an answer counts as right.
 
-  The reward is 1 from there on and 0 below. The scorer gives 1.0 to an exact answer only and a fraction to a text that
-  holds the answer among other characters; with the default 1.0 such a text earns nothing.
+  The reward is 1 from this score on and 0 below. The scorer gives 1.0 only to an exact answer, and a fraction to a text
+  with other characters around the answer. With the default, such a text earns nothing.
   """
   tool_sleep_s: float = 0.0
-  """Seconds that each tool call takes in addition: for experiments about asynchrony."""
+  """Extra seconds per tool call, for experiments about asynchrony."""
   tool_sleep_sigma: float = 0.0
   """Shape of a log-normal distribution with median `tool_sleep_s`, drawn from the task and the turn; 0 is constant."""
 

@@ -1,4 +1,4 @@
-"""Demonstrations for the supervised warm start: how one could go about a problem, well and badly."""
+"""Demonstrations for the supervised warm start: good and bad ways to solve a problem."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Piece(NamedTuple):
 
   text: str
   is_action: bool
-  """True where the policy is to imitate it; False for prompt and observations."""
+  """True for text that the policy should imitate, False for prompt and observations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstration:
-  """One episode as it could have gone: the pieces joined are its whole text."""
+  """One possible episode. Its text is the pieces joined."""
 
   pieces: tuple[Piece, ...]
   strategy: str
-  """The field of `StrategyWeights` that it follows."""
+  """Its strategy, a field of `StrategyWeights`."""
   success: bool
-  """Whether its answer is right by the package's scorer."""
+  """Whether the package's scorer accepts its answer."""
   task: str
-  """The field of `TaskWeights` that its problem belongs to."""
+  """Kind of its problem, a field of `TaskWeights`."""
 
   @property
   def text(self) -> str:
@@ -49,7 +49,7 @@ class Demonstration:
 
 
 class _Script:
-  """Collects the pieces of one demonstration of one problem."""
+  """Collects the pieces of one demonstration."""
 
   def __init__(self, problem: Problem, limit: int | None, rng: np.random.Generator):
     self.problem = problem
@@ -134,7 +134,7 @@ _STRATEGIES: Mapping[str, Callable[[_Script], None]] = {
 
 
 def _fits(name: str, script: _Script) -> bool:
-  """Whether a strategy makes sense for the problem and, if it is a wrong one, really goes wrong there."""
+  """Whether a strategy fits the problem and, if it is a wrong one, gives a wrong answer."""
   if name == "whole":
     return script.whole_is_allowed
   if name == "early_stop":
@@ -146,14 +146,14 @@ def _fits(name: str, script: _Script) -> bool:
 
 
 def demonstrate(bank: ProblemBank, task_index: int, rng: np.random.Generator) -> Demonstration:
-  """Demonstrates one problem by a strategy drawn with the config's weights from those that fit the problem.
+  """Demonstrates one problem with a strategy drawn from those that fit, by the weights of the config.
 
-  Every call's output is what the environment would show: demonstrations can be replayed action by action (tested).
+  The outputs of calls are those that the environment would show, so replaying the actions gives the same episode.
 
   Args:
     bank: the problems and their settings.
     task_index: number of the problem.
-    rng: decides the strategy and its mistakes; it advances.
+    rng: draws the strategy and its mistakes; it advances.
 
   Raises:
     ValueError: no strategy with a positive weight fits the problem.
@@ -186,7 +186,7 @@ class DemonstrationStats(NamedTuple):
 def demonstration_stats(
   demonstrations: Iterable[Demonstration], encode: Callable[[str], Sequence[int]]
 ) -> dict[str, DemonstrationStats]:
-  """Statistics by strategy, by task (`"task:lcm"`) and over all (`"all"`); lengths in tokens of `encode`."""
+  """Returns statistics by strategy, by task (`"task:lcm"`) and over all (`"all"`), with lengths in tokens."""
   groups: dict[str, list[tuple[bool, int, int]]] = {}
   for demonstration in demonstrations:
     row = (demonstration.success, demonstration.num_actions, len(encode(demonstration.text)))

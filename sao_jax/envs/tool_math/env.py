@@ -1,4 +1,4 @@
-"""Math problems solved by calling a Python tool over several turns; the reasoning-gym package checks the answers."""
+"""Math problems to solve with a Python tool over several turns. The package reasoning-gym scores the answers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _ERROR_LINE = re.compile(r"(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))\b")
 
 
 class ToolMath(base.Environment):
-  """One episode: a question; then calls of the tool, each answered by what it prints; then an answer, which ends it.
+  """An environment that asks one math problem per episode: tool calls with their outputs, then an answer.
 
       <|user|>Calculate 12 * 345 - 6.<|assistant|>                    prompt
       <|python|>12 * 345<|end|>      <|output|>4140<|assistant|>      action, observation
       <|python|>4140 - 6<|end|>      <|output|>4134<|assistant|>
       <|answer|>4134<|end|>                                           reward 1
 
-  An action of another form, a call that fails and a call of too many operations are answered by a short error text, and
-  the episode goes on. Without an answer after `max_turns` actions it is truncated (a call in the last turn is not run).
-  The only reward is the answer's: 1 if the package's scorer gives it at least `success_threshold`, else 0.
+  A malformed action, a failing call and a call with too many operations get a short error text, and the episode goes
+  on. Without an answer after `max_turns` actions the episode is truncated (a call in the last turn is not run). The
+  reward comes with the answer: 1 if the package's scorer gives it at least `success_threshold`, else 0.
 
   Args:
-    config: problems, limits, latency.
-    tool: runs the calls; one session per episode, opened at its first call. Not closed here: it is shared.
+    config: problems, limits and latency.
+    tool: runs the calls, with one session per episode from the first call on. It is shared, so it is not closed here.
     split: `"train"` or `"eval"`.
-    bank: the problems, when several environments share them (see `tool_math_factory`); made from the config if None.
+    bank: the problems, if several environments share them (see `tool_math_factory`). None makes them from the config.
   """
 
   def __init__(self, config: ToolMathConfig, tool: base.Tool, split: Split, *, bank: ProblemBank | None = None):
@@ -59,7 +59,7 @@ class ToolMath(base.Environment):
 
   def step(self, action: str) -> base.Step:
     if self._problem is None:
-      raise RuntimeError("step was called before reset, or after the episode's end.")
+      raise RuntimeError("step was called before reset, or after the end of the episode.")
     self._turns += 1
     kind, body = base.parse_action(action)
     if kind == "answer":
@@ -75,7 +75,7 @@ class ToolMath(base.Environment):
     self._end_episode()
 
   def demonstrate(self, task_index: int, rng: np.random.Generator) -> Demonstration:
-    """One way to go about problem `task_index`; see `demonstrations.demonstrate`."""
+    """Demonstrates problem `task_index`; see `demonstrations.demonstrate`."""
     return _demonstrate(self.bank, task_index, rng)
 
   def _done(self, *, success: bool, truncated: bool) -> base.Step:
@@ -125,7 +125,7 @@ def tool_math_factory(config: ToolMathConfig, tool: base.Tool, split: Split) -> 
 
 
 def shorten_output(text: str, max_chars: int) -> str:
-  """What is shown of a tool's output: an error's name (`error: NameError`), else the first `max_chars` characters."""
+  """Shortens the output of a tool: to the name of an error (`error: NameError`), else to `max_chars` characters."""
   text = text.strip("\n")
   last_line = text.rsplit("\n", 1)[-1]
   match = _ERROR_LINE.match(last_line)

@@ -1,4 +1,4 @@
-"""Integer expressions as trees: what has to be computed for a problem, and which calls compute it."""
+"""Integer expressions as trees, and the calls that compute them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Negation:
-  """`-( value )`: a sign, not an operation; nobody calls a tool for it."""
+  """`-( value )`: a sign, which does not count as an operation."""
 
   value: Expression
 
@@ -38,10 +38,10 @@ _AST_OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", 
 
 
 def parse_expression(text: str) -> Expression:
-  """Reads integers, + - * //, unary minus and parentheses.
+  """Parses an expression of integers, + - * //, unary minus and parentheses.
 
   Raises:
-    ValueError: anything else.
+    ValueError: the text is no such expression.
   """
   try:
     return _from_ast(ast.parse(text, mode="eval").body)
@@ -61,12 +61,12 @@ def _from_ast(node: ast.expr) -> Expression:
 
 
 def operation_text(op: str, left: int, right: int) -> str:
-  """One operation as it is written in a call."""
+  """Returns the text of one operation in a call."""
   return f"gcd({left}, {right})" if op == "gcd" else f"{left} {op} {right}"
 
 
 def evaluate(expression: Expression) -> int:
-  """The value, in Python integers."""
+  """Computes the value of an expression."""
   if isinstance(expression, int):
     return expression
   if isinstance(expression, Negation):
@@ -75,7 +75,7 @@ def evaluate(expression: Expression) -> int:
 
 
 def num_operations(expression: Expression) -> int:
-  """Operations (each a call for who computes one at a time); signs do not count."""
+  """Counts the operations of an expression. Signs do not count."""
   if isinstance(expression, int):
     return 0
   if isinstance(expression, Negation):
@@ -86,14 +86,14 @@ def num_operations(expression: Expression) -> int:
 def reduce_stepwise(
   expression: Expression, *, exchange: Mapping[int, str] | None = None
 ) -> tuple[list[tuple[str, int]], int]:
-  """Computes one operation at a time, the left operand's operations first.
+  """Computes an expression one operation at a time, the left operand first.
 
   Args:
-    expression: what to compute.
-    exchange: operation number (from 0, in the order of computation) -> operator to use instead of the right one.
+    expression: the expression.
+    exchange: wrong operators to use, by number of the operation (from 0, in the order of computation).
 
   Returns:
-    The steps as (text of the operation, its result), and the final value. Later steps work with what earlier ones gave.
+    The steps as (text of the operation, its result), and the final value. Later steps use the results of earlier ones.
   """
   steps: list[tuple[str, int]] = []
 
@@ -112,7 +112,7 @@ def reduce_stepwise(
 
 
 def operators_in_order(expression: Expression) -> list[str]:
-  """The operators in the order in which `reduce_stepwise` computes them."""
+  """Lists the operators in the order in which `reduce_stepwise` computes them."""
   if isinstance(expression, int):
     return []
   if isinstance(expression, Negation):
@@ -121,7 +121,7 @@ def operators_in_order(expression: Expression) -> list[str]:
 
 
 def left_to_right(text: str) -> Expression | None:
-  """The tree that ignores precedence, or None where parentheses or words leave no such reading."""
+  """Returns the tree that ignores precedence, or None if the text has parentheses or words."""
   parts = text.split(" ")
   try:
     tree: Expression = int(parts[0])
@@ -135,7 +135,7 @@ def left_to_right(text: str) -> Expression | None:
 
 
 def count_code_operations(code: str) -> int | None:
-  """Operators and function calls in a program; None if it is not Python."""
+  """Counts the operators and function calls of a program; None if it is not Python."""
   try:
     tree = ast.parse(code)
   except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""Problems of the reasoning-gym package, drawn by number, with what has to be computed for each."""
+"""Problems of the package reasoning-gym by number, each with the expression to compute."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Problem:
   index: int
   """Its number in the bank."""
   task: str
-  """The field of `TaskWeights` that it belongs to."""
+  """Its kind, a field of `TaskWeights`."""
   question: str
-  """As the package words it."""
+  """Text of the package."""
   entry: Mapping[str, Any]
   """The package's own record: question, answer, metadata."""
   expression: Expression
-  """What has to be computed; its value is the answer."""
+  """The expression to compute; its value is the answer."""
   expression_text: str
-  """The same as one line of Python, spelled as in the question where it stands there."""
+  """The expression as a line of Python, spelled as in the question if it occurs there."""
 
   @property
   def num_operations(self) -> int:
@@ -42,12 +42,11 @@ class Problem:
 
 
 class ProblemBank:
-  """The problems of one split, made on demand and kept in memory.
+  """The problems of one split, made on demand and kept in memory. Thread-safe.
 
-  Problem number i depends on the config, the split and i only. A training problem whose question occurs among the
-  held-out ones is drawn again, so the splits share no question (and no seed). Held-out questions are all different;
-  training questions may repeat where a task set is small. Safe to use from many threads. The first training problem
-  costs making the held-out ones.
+  Problem i depends only on the config, the split and i. A training problem with a held-out question is drawn again, so
+  the splits share no question (and no seed). Held-out questions are all different. Training questions may repeat if a
+  task set is small. The first training problem makes all held-out problems.
   """
 
   def __init__(self, config: ToolMathConfig, split: Split):
@@ -65,10 +64,10 @@ class ProblemBank:
     self._lock = threading.Lock()
 
   def problem(self, task_index: int) -> Problem:
-    """Problem number `task_index` modulo the bank's size.
+    """Returns problem `task_index` modulo the size of the bank.
 
     Raises:
-      ValueError: a negative or non-integer index.
+      ValueError: the index is negative or not an integer.
     """
     if isinstance(task_index, bool) or not isinstance(task_index, int) or task_index < 0:
       raise ValueError(f"task_index must be an int >= 0; received {task_index!r}.")
@@ -84,15 +83,15 @@ class ProblemBank:
     return found
 
   def questions(self) -> frozenset[str]:
-    """All questions of the bank (makes the problems that have not been asked for yet)."""
+    """Returns all questions of the bank, and makes the problems that do not exist yet."""
     return frozenset(self.problem(i).question for i in range(self.size))
 
   def score(self, problem: Problem, text: str) -> float:
-    """The package's own score of an answer, in [0, 1]; 0 where the process that scores it gives none in time."""
+    """Returns the package's score of an answer, in [0, 1]; 0 if its process gives none in time."""
     request = ["score", self._settings[problem.task], pack(problem.entry), text]
     try:
       score, _ = shared_pool("sao_jax.envs.adapters._reasoning_gym_worker").call(request, timeout_s=_SCORE_TIMEOUT_S)
-    except NoReplyError:  # logged and counted there
+    except NoReplyError:  # The pool logs and counts it.
       return 0.0
     return float(score)
 
@@ -106,7 +105,7 @@ class ProblemBank:
     return self._held_out
 
   def _make_held_out(self) -> None:
-    """Held-out problems are made all at once: whether a question is new depends on those before it."""
+    """Makes all held-out problems, since a question must differ from those before it."""
     seen: set[str] = set()
     for index in range(self.size):
       if index not in self._problems:
@@ -114,7 +113,7 @@ class ProblemBank:
       seen.add(self._problems[index].question)
 
   def _draw(self, index: int, excluded: frozenset[str] | set[str]) -> Problem:
-    """Draws until the question is new and its form is known; the task is drawn once, so that the weights hold."""
+    """Draws until the question is new and its form is known. The task is drawn once, to keep the weights."""
     names, weights = zip(*self._weights.items(), strict=True)
     rng = random.Random(f"{self.config.problem_seed}/{self.split}/{index}")
     task = rng.choices(names, weights)[0]
@@ -134,10 +133,10 @@ class ProblemBank:
 
 
 def task_settings(config: ToolMathConfig) -> dict[str, TaskSettings]:
-  """The package's sets and their settings, by field of `TaskWeights`."""
+  """Returns the settings of the package's sets, by field of `TaskWeights`."""
   digits = {"min_digits": config.min_digits, "max_digits": config.max_digits}
   arithmetic = {"min_terms": 2, "max_terms": config.arithmetic_max_terms, "operators": ["+", "-", "*"], **digits}
-  # allow_parentheses stays on for both: with it off, the package computes its answers from left to right.
+  # Both need allow_parentheses, the default. Without it the package computes answers from left to right.
   settings: dict[str, tuple[str, dict[str, Any]]] = {
     "arithmetic": ("basic_arithmetic", arithmetic),
     "parentheses": ("basic_arithmetic", arithmetic),
@@ -152,10 +151,10 @@ def task_settings(config: ToolMathConfig) -> dict[str, TaskSettings]:
 
 
 def plan_solution(task: str, entry: Mapping[str, Any]) -> tuple[Expression, str] | None:
-  """What to compute for a problem, as a tree and as a line of Python.
+  """Returns the expression to compute for a problem, as a tree and as a line of Python.
 
-  None for a problem that is not wanted: of a form not known here, of the other one of the two arithmetic tasks, without
-  anything to compute, or with an answer of the package that differs from Python's.
+  Returns None to reject a problem: one of unknown form, one of the other arithmetic task, one without an operation, or
+  one whose answer by the package differs from Python's.
   """
   metadata = entry["metadata"]
   if task == "equations":

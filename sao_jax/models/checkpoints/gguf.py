@@ -1,4 +1,4 @@
-"""`load_gguf`: llama-type GGUF files through the optional `gguf` package."""
+"""Loading of llama-type GGUF files with the optional `gguf` package: `load_gguf`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sao_jax.models.token_ids import TokenIds
 from sao_jax.types import Params
 from sao_jax.utils import untrusted_files
 
-# Metadata of the architecture that the decoder accounts for; another key under `llama.` is an error.
+# Metadata that needs no field of the config. Any other unread key under `llama.` is an error.
 _INERT = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"})
 
 _FREQUENCIES = "rope_freqs.weight"
-"""What Llama 3.1 and later files carry instead of keys: a divisor for each frequency."""
+"""Tensor that files of Llama 3.1 and later hold instead of keys: a divisor for each frequency."""
 _TOP: Mapping[str, str] = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"}
 _MODULES: Mapping[str, str] = {
   "input_norm": "attn_norm",
@@ -41,19 +41,19 @@ _MODULES: Mapping[str, str] = {
 def load_gguf(
   path: str | os.PathLike[str], *, dtype: str = "float32", param_dtype: str = "float32"
 ) -> tuple[ModelConfig, Params]:
-  """Loads a GGUF file of architecture "llama"; quantised tensors are expanded one at a time.
+  """Loads a GGUF file of architecture "llama". Quantised tensors are expanded one at a time.
 
   Args:
     path: the file.
-    dtype: of activations and matmuls.
-    param_dtype: of the parameters.
+    dtype: dtype of activations and matmuls.
+    param_dtype: dtype of the parameters.
 
   Returns:
-    `(config, params)`; params as `init_policy(config)` lays them out.
+    `(config, params)`; params have the layout of `init_policy(config)`.
 
   Raises:
     MissingExtraError: the optional package `gguf` is not installed.
-    ValueError: another architecture, or a key or tensor that is not supported; the message names it.
+    ValueError: the architecture, a key or a tensor is not supported; the message names it.
   """
   reader = untrusted_files.open_gguf(path)
   import gguf.quants
@@ -65,21 +65,21 @@ def load_gguf(
       stored = tensors.pop(_FREQUENCIES)
       config = _with_divisors(config, gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float64))
     if config.num_layers > len(tensors):
-      raise ValueError(f"block_count = {config.num_layers} needs more than the {len(tensors)} tensors that it has.")
+      raise ValueError(f"block_count = {config.num_layers} needs more than the {len(tensors)} tensors of the file.")
   except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
     raise ValueError(f"{path}: {error if isinstance(error, ValueError) else repr(error)}") from error
   shapes = jax.eval_shape(lambda key: init_policy(config, key), jax.random.key(0))
   names = {_name(_names(p)): _names(p) for p, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]}
   unknown, missing = sorted(set(tensors) - set(names)), sorted(set(names) - set(tensors))
   if unknown or missing:
-    raise ValueError(f"{path}: tensors that are not supported: {unknown[:5]}; tensors that are missing: {missing[:5]}.")
+    raise ValueError(f"{path}: unsupported tensors: {unknown[:5]}; missing tensors: {missing[:5]}.")
 
   def load(tree_path: Any, want: jax.ShapeDtypeStruct) -> jax.Array:
     stored = tensors[_name(_names(tree_path))]
     shape = tuple(int(size) for size in reversed(stored.shape))
     stored_shape = want.shape[::-1] if _names(tree_path)[-1] == "kernel" else want.shape
     if shape != stored_shape:
-      raise ValueError(f"{path}: {stored.name} must be {list(stored_shape)} by the file's keys; it is {list(shape)}.")
+      raise ValueError(f"{path}: {stored.name} must have shape {list(stored_shape)}; received {list(shape)}.")
     try:
       value = gguf.quants.dequantize(stored.data, stored.tensor_type)
     except (NotImplementedError, ValueError) as error:
@@ -105,7 +105,7 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 def _to_half_split(value: np.ndarray, path: tuple[str, ...], config: ModelConfig) -> np.ndarray:
-  """Undoes the row order of GGUF's q and k: pairs that rotate together lie next to each other there."""
+  """Undoes the row order of q and k in GGUF, where the two rows of a rotated pair are adjacent."""
   heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(path[-2])
   if heads is None:
     return value
@@ -157,7 +157,7 @@ def _config(reader: Any, tensors: dict[str, Any], dtype: str, param_dtype: str) 
 
 
 def _token_ids(reader: Any) -> TokenIds:
-  """bos, eos and pad; a token that ends a turn, where the file names one, ends a text like eos."""
+  """Returns bos, eos and pad. If the file names a token that ends a turn, it counts as an eos."""
   names = ("bos", "eos", "eot", "padding")
   fields = {name: reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in names}
   bos, eos, eot, pad = (None if field is None else field.contents() for field in fields.values())
@@ -165,7 +165,7 @@ def _token_ids(reader: Any) -> TokenIds:
 
 
 def _decimal(value: float) -> float:
-  """The number that was meant: the file holds it rounded to float32 (1e-6 would read as 9.99999997e-07)."""
+  """Returns the intended number. The file rounds it to float32, so 1e-6 would read as 9.99999997e-07."""
   return float(str(np.float32(value)))
 
 
@@ -180,19 +180,19 @@ def _scaling(values: dict[str, Any]) -> RopeScaling:
 
 
 def _with_divisors(config: ModelConfig, divisors: np.ndarray) -> ModelConfig:
-  """The config whose "llama3" scaling divides the frequencies by `divisors` `[head_dim / 2]`.
+  """Returns the config with "llama3" scaling that divides the frequencies by `divisors` `[head_dim / 2]`.
 
-  Of the rule's numbers the divisors fix the factor and, up to a common scale, the bounds and the length; what they
-  leave open is taken from Llama 3.1. Whatever is found is checked against the divisors.
+  The divisors determine the factor and, up to a common scale, the bounds and the length. The rest comes from
+  Llama 3.1. The result is checked against the divisors.
   """
   plain, most = rope_frequencies(config)[0], float(np.max(divisors, initial=1.0))
-  refused = ValueError(f"{_FREQUENCIES} is not supported: it is not of the form that Llama 3.1 has ('llama3').")
+  refused = ValueError(f"{_FREQUENCIES} is not supported: it does not have the form of Llama 3.1 ('llama3').")
   if divisors.shape != plain.shape or config.rope_scaling != RopeScaling() or not (divisors >= 1.0).all():
     raise refused
   if most == 1.0:
     return config
   high, length = 4.0, 8192
-  kept = (1.0 / divisors - 1.0 / most) / (1.0 - 1.0 / most)  # of each frequency: 1 whole, 0 all divided
+  kept = (1.0 / divisors - 1.0 / most) / (1.0 - 1.0 / most)  # For each frequency: 1 is unchanged, 0 is fully divided.
   between = (kept > 1e-5) & (kept < 1.0 - 1e-5)
   turns, kept = plain[between] / (2.0 * math.pi), kept[between]
   if kept.size >= 2:  # kept = (length * turns - 1) / (high - 1)

@@ -1,7 +1,7 @@
-"""Hugging Face `config.json` of llama, qwen3, qwen3_moe and glm4_moe to `ModelConfig` and back.
+"""Conversion between `ModelConfig` and the Hugging Face `config.json` of llama, qwen3, qwen3_moe and glm4_moe.
 
-Every key is read: one that is not known is an error unless it is empty (null, false, [] or {}), and a switch that the
-decoder does not have is an error that names it. Absent keys take the defaults of transformers, which differ by family.
+An unknown key is an error unless its value is empty (null, false, [] or {}). A switch that the decoder does not support
+is an error that names it. Missing keys get the defaults of transformers, which differ by family.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sao_jax.models.config import DTYPES, MODEL_TYPES, ModelConfig, RopeScaling
 
 _MISSING = object()
 
-# Keys that change nothing a decoder computes here: bookkeeping, special tokens, initial values, training-only losses.
+# Keys without an effect on the decoder: bookkeeping, special tokens, initial values, training-only losses.
 _INERT = frozenset(
   {
     "architectures",
@@ -46,7 +46,7 @@ _INERT = frozenset(
   }
 )
 
-# How to sample, and how to run transformers: old files carry these here, and transformers drops them, too.
+# Settings of sampling and of transformers itself, found in old files. transformers ignores them too.
 _OF_GENERATION = frozenset(
   {
     "attn_implementation",
@@ -76,7 +76,7 @@ _OF_GENERATION = frozenset(
   }
 )
 
-# Fields of ModelConfig that say how to compute, not what, or that are kept in another file.
+# Fields of ModelConfig that do not change the model, or that are saved in another file.
 _NOT_IN_CONFIG = frozenset({
   "dtype", "param_dtype", "remat", "moe_impl", "attention_impl", "init_std", "generation_token_ids",
 })  # fmt: skip
@@ -105,39 +105,39 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 class _Keys:
-  """Hands out keys once, so that what is left over is what nobody read."""
+  """Keys of a JSON object. Each can be taken once, and `finish` refuses keys that are left."""
 
-  def __init__(self, values: Mapping[str, Any], what: str):
+  def __init__(self, values: Mapping[str, Any], source: str):
     self._left = dict(values)
-    self._what = what
+    self._source = source
 
   def take(self, *names: str, default: Any = _MISSING) -> Any:
-    """The value under the first of `names` (old and new spellings) that is there and not null."""
+    """Returns the value of the first of `names` (old and new spellings) that is present and not null."""
     found = [self._left.pop(name) for name in names if name in self._left]
     found = [value for value in found if value is not None]
     if any(value != found[0] for value in found):
-      raise ValueError(f"{self._what}: {' and '.join(names)} mean the same and differ: {found}.")
+      raise ValueError(f"{self._source}: {' and '.join(names)} mean the same but differ: {found}.")
     if found:
       return found[0]
     if default is _MISSING:
-      raise ValueError(f"{self._what} has no {' or '.join(names)}.")
+      raise ValueError(f"{self._source} has no {' or '.join(names)}.")
     return default
 
   def take_all(self, *names: str) -> dict[str, Any]:
-    """Those of `names` that are there, nulls included."""
+    """Returns the values of those `names` that are present, including nulls."""
     return {name: self._left.pop(name) for name in names if name in self._left}
 
   def require(self, name: str, allowed: tuple[Any, ...]) -> None:
-    """Refuses any value of `name` but the allowed ones (the first is what an absent key means)."""
+    """Raises ValueError if the value of `name` is not allowed. The first allowed value is the default."""
     value = self.take(name, default=allowed[0])
     if value not in allowed:
-      raise ValueError(f"{self._what}: {name} = {value!r:.200} is not supported; allowed: {list(allowed)}.")
+      raise ValueError(f"{self._source}: {name} = {value!r:.200} is not supported; allowed: {list(allowed)}.")
 
   def finish(self, inert: frozenset[str] = frozenset()) -> None:
     left = {k: v for k, v in self._left.items() if k not in inert and not k.startswith("_")}
     unknown = {k: v for k, v in left.items() if v is not None and v is not False and v not in ([], {})}
     if unknown:
-      raise ValueError(f"{self._what}: these keys are not supported: {unknown!r:.500}.")
+      raise ValueError(f"{self._source}: these keys are not supported: {unknown!r:.500}.")
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -147,10 +147,10 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     values: the parsed JSON object.
 
   Returns:
-    The architecture; `param_dtype` is the file's dtype, `dtype` is float32.
+    The config of the model. `param_dtype` is the dtype of the file; `dtype` is float32.
 
   Raises:
-    ValueError: a required key is absent, or a key or value is not supported; the message names it.
+    ValueError: a required key is missing, or a key or value is not supported; the message names it.
   """
   model_type = values.get("model_type")
   if model_type not in MODEL_TYPES:
@@ -189,7 +189,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _aliases_of_defaults(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
-  """The family's defaults, without those that the file gives under another name."""
+  """Returns the defaults of the family, without those that the file sets under another name."""
   given = set(values)
   if given & {"num_experts", "num_local_experts", "n_routed_experts"}:
     given.add("num_experts")
@@ -202,7 +202,7 @@ def _refuse_unsupported(keys: _Keys, model_type: str) -> None:
   keys.require("hidden_act", ("silu", "swish"))
   keys.require("attention_dropout", (0.0,))
   keys.require("rope_interleaved", (False,))
-  if model_type in ("qwen3", "qwen3_moe"):  # published files of Qwen3-Coder say so
+  if model_type in ("qwen3", "qwen3_moe"):  # Published files of Qwen3-Coder have it.
     keys.require("use_qk_norm", (True,))
   if model_type == "qwen3_moe":
     keys.require("shared_expert_intermediate_size", (0,))
@@ -223,11 +223,11 @@ def _refuse_sliding_window(keys: _Keys, layers: int) -> None:
 
 
 def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[str, Any]:
-  """Rotary settings from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
+  """Reads the rotary settings from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
   new, old = keys.take("rope_parameters", default=None), keys.take("rope_scaling", default=None)
   values = dict(old or new or {})
-  # One entry per layer type; there is only one type here. The other families have none, and there transformers passes
-  # such entries over: they are unknown keys.
+  # There may be one entry per layer type, and only one type is supported. In the other families transformers ignores
+  # such entries, so they are unknown keys.
   if model_type == "qwen3" and isinstance(values.get("full_attention"), Mapping):
     values = dict(values["full_attention"])
   outer_theta = keys.take("rope_theta", default=10_000.0)
@@ -239,7 +239,7 @@ def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[st
   if rotated != 1.0 and model_type != "glm4_moe":
     raise ValueError(f"config.json: partial_rotary_factor = {rotated} is not supported in type {model_type}.")
   rope_type = rope.take("rope_type", "type", default="default")
-  # A file may carry a length that its rope type does not use.
+  # A file may hold a length that its rope type does not use.
   length = rope.take("original_max_position_embeddings", default=max_position_embeddings)
   scaling = _scaling(rope, rope_type, outer_length or length, max_position_embeddings)
   rope.finish()
@@ -248,7 +248,7 @@ def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[st
 
 def _scaling(rope: _Keys, rope_type: str, length: int, max_position_embeddings: int) -> RopeScaling:
   if rope_type == "default":
-    rope.take("factor", default=None)  # transformers ignores it, too
+    rope.take("factor", default=None)  # transformers ignores it too
     return RopeScaling()
   if rope_type == "linear":
     return RopeScaling(rope_type=rope_type, factor=float(rope.take("factor")))
@@ -314,10 +314,10 @@ _ARCHITECTURES: Mapping[str, str] = {
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-  """The `config.json` of a model, in the spelling that old and new transformers both read.
+  """Returns the `config.json` of a model, in a form that old and new versions of transformers can read.
 
   Raises:
-    ValueError: the architecture has a switch that its `model_type` cannot carry; the message names it.
+    ValueError: the config has a switch that its `model_type` does not support; the message names it.
   """
   values: dict[str, Any] = {
     "architectures": [_ARCHITECTURES[config.model_type]],

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints in and out: `load_hf` and `save_hf`.
+"""Loading and saving of Hugging Face checkpoints: `load_hf` and `save_hf`.
 
-Files are memory-mapped and read tensor by tensor; with a sharding, only the slices that this host's devices hold.
+Files are memory-mapped and read tensor by tensor. With a sharding, each host reads only the slices of its devices.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "floa
 _EXPONENTS: Mapping[str, tuple[Any, int]] = {
   "float32": (np.uint32, 0x7F800000), "bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00),
 }  # fmt: skip
-"""The bits of a number's exponent."""
+"""Integer type and exponent bits of each float type."""
 _BLOCK = 1 << 22
 _GENERATION_FILE = "generation_config.json"
 _PART = ".part-{}.safetensors"
-"""A file that is being written."""
+"""Name of a file while it is written."""
 _WHOLE = slice(None)
 _MOST_LAYERS = 1_000
-"""No model has more; a file that says so would keep this process busy."""
+"""Largest number of layers. No model has more, and a file that claims more would keep this process busy."""
 
 
 class _Files(contextlib.AbstractContextManager["_Files"]):
-  """The tensors of a checkpoint directory by name, whichever file they are in."""
+  """The tensors of a checkpoint directory by name, across its files."""
 
   def __init__(self, directory: pathlib.Path):
     self._stack = contextlib.ExitStack()
@@ -59,18 +59,18 @@ class _Files(contextlib.AbstractContextManager["_Files"]):
       untrusted_files.check_regular(directory / file)
       try:
         handle = self._stack.enter_context(safetensors.safe_open(directory / file, framework="numpy"))
-      except safetensors.SafetensorError as error:  # its header is checked against its size before anything is read
+      except safetensors.SafetensorError as error:  # The header is checked before tensors are read.
         raise ValueError(f"{directory / file} is not a valid safetensors file: {error}") from error
       for name in handle.keys():  # noqa: SIM118 (not a mapping)
         if weight_map.get(name, file) != file:
-          where = f"tensor {name} is in {file}, and {shards.INDEX_FILE} says {weight_map[name]}"
+          where = f"tensor {name} is in {file}, but {shards.INDEX_FILE} says {weight_map[name]}"
           raise ValueError(f"{directory}: weights of two saves are there: {where}.")
         if name in self._slices:
-          raise ValueError(f"{directory}: weights of two saves are there: {file} holds another tensor {name}.")
+          raise ValueError(f"{directory}: weights of two saves are there: {file} holds tensor {name} again.")
         self._slices[name] = handle.get_slice(name)
     missing = sorted(set(weight_map) - set(self._slices))
     if missing:
-      raise ValueError(f"{directory}: {shards.INDEX_FILE} names tensors that its files do not hold: {missing[:5]}.")
+      raise ValueError(f"{directory}: {shards.INDEX_FILE} names tensors that the files do not hold: {missing[:5]}.")
 
   def __exit__(self, *exc: object) -> None:
     self._stack.close()
@@ -98,15 +98,15 @@ class _Files(contextlib.AbstractContextManager["_Files"]):
 
 
 def _all_finite(value: np.ndarray) -> bool:
-  """Of a float array: no exponent is all ones. Several times as fast in bfloat16 as `np.isfinite`."""
+  """Whether no exponent of a float array is all ones. In bfloat16 several times as fast as `np.isfinite`."""
   bits, exponent = _EXPONENTS[value.dtype.name]
   flat = value.reshape(-1).view(bits)
-  blocks = (flat[i : i + _BLOCK] for i in range(0, flat.size, _BLOCK))  # what is computed is small beside the tensor
+  blocks = (flat[i : i + _BLOCK] for i in range(0, flat.size, _BLOCK))  # Blocks keep intermediate arrays small.
   return not any(((block & bits(exponent)) == exponent).any() for block in blocks)
 
 
 def _read_config(path: pathlib.Path) -> ModelConfig:
-  """Reads a `config.json`, and the ids of a `generation_config.json` beside it; a ValueError names the file."""
+  """Reads a `config.json` and the token ids of a `generation_config.json` beside it. Errors name the file."""
   values = untrusted_files.read_object(path)
   try:
     layers = values.get("num_hidden_layers")
@@ -125,14 +125,14 @@ def _read_config(path: pathlib.Path) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-  """One tensor of a checkpoint, or one range of its rows, as a parameter sees it."""
+  """The tensor of a checkpoint, or the range of its rows, that holds a parameter."""
 
   name: str
   transpose: bool = False
   rows: tuple[int, int] | None = None
-  """Range on the stored tensor's second to last axis: half of a fused gate and up projection."""
+  """Range on the second to last axis of the stored tensor: half of a fused gate and up projection."""
   stacked: int = 0
-  """Number of experts when each has a tensor of its own, with {} for its number in `name`."""
+  """Number of experts if each has its own tensor, with {} for its number in `name`; else 0."""
 
   def tensors(self) -> list[str]:
     return [self.name.format(e) for e in range(self.stacked)] if self.stacked else [self.name]
@@ -149,7 +149,7 @@ class _Stored:
     return (self.stacked, *shape) if self.stacked else shape
 
   def read(self, files: _Files, index: _Index) -> np.ndarray:
-    """The part of the parameter that `index` (slices without steps) selects."""
+    """Reads the part of the parameter that `index` (slices without steps) selects."""
     if self.stacked:
       experts = range(*index[0].indices(self.stacked))
       one = dataclasses.replace(self, stacked=0)
@@ -165,7 +165,7 @@ class _Stored:
 
 
 def _stack(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
-  """`np.stack` that holds one part beside the result rather than all of them."""
+  """Like `np.stack`, but holds only one part in memory besides the result."""
   first = next(parts)
   out = np.empty((count, *first.shape), first.dtype)
   out[0] = first
@@ -190,7 +190,7 @@ _MODULES: Mapping[str, str] = {"attention": "self_attn", "mlp": "mlp"}
 
 
 def _stored(path: tuple[str, ...], config: ModelConfig, fused_experts: bool = False) -> _Stored:
-  """Where parameter `path` lies in a Hugging Face checkpoint: the one table of names, used in both directions."""
+  """Returns the place of parameter `path` in a Hugging Face checkpoint, for loading and for saving."""
   if path in _TOP:
     return _TOP[path]
   prefix, rest = f"model.layers.{path[0].removeprefix('layers_')}.", path[1:]
@@ -224,7 +224,7 @@ def _shapes(config: ModelConfig) -> Params:
 
 
 def _common_dtype(files: _Files) -> str:
-  """The tensors' dtype; float32 when they differ (a correction bias is float32 in any case)."""
+  """Returns the dtype of the tensors, or float32 if they differ. Ignores correction biases, which are float32."""
   dtypes = {files.dtype(name) for name in files.names() if not name.endswith("e_score_correction_bias")}
   return dtypes.pop() if len(dtypes) == 1 else "float32"
 
@@ -236,17 +236,17 @@ def load_hf(
 
   Args:
     directory: the checkpoint's folder.
-    dtype: of activations and matmuls.
-    param_dtype: of the parameters; default: as stored (float32 where a file mixes dtypes).
-    sharding: places each parameter; each host then reads only its own slices. Default: JAX's default device.
+    dtype: dtype of activations and matmuls.
+    param_dtype: dtype of the parameters. None keeps the stored dtype, or float32 if the files mix dtypes.
+    sharding: sharding of each parameter; each host then reads only its own slices. None uses JAX's default device.
 
   Returns:
-    `(config, params)`; params as `init_policy(config)` lays them out.
+    `(config, params)`; params have the layout of `init_policy(config)`.
 
   Raises:
-    FileNotFoundError: no `config.json` or no safetensors.
-    ValueError: a switch, tensor name, shape or dtype that is not supported, or weights of two saves;
-      the message names it.
+    FileNotFoundError: there is no `config.json`, or there are no safetensors.
+    ValueError: a switch, tensor name, shape or dtype is not supported, or the folder holds weights of two saves; the
+      message names it.
   """
   folder = pathlib.Path(directory)
   config = _read_config(folder / "config.json")
@@ -280,7 +280,7 @@ def load_hf(
 
 @contextlib.contextmanager
 def _named(folder: pathlib.Path) -> Iterator[None]:
-  """Puts the folder before the message of a ValueError."""
+  """Adds the folder to the message of a ValueError."""
   try:
     yield
   except ValueError as error:
@@ -288,15 +288,15 @@ def _named(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _check_sizes(files: _Files, config: ModelConfig) -> None:
-  """Refuses numbers that would keep this process busy with names and shapes: there are tensors of such sizes."""
+  """Refuses sizes larger than any tensor, which would keep this process busy with names and shapes."""
   shapes = [files.shape(name) for name in files.names()]
   longest = max((size for shape in shapes for size in shape), default=0)
   fused = any(name.endswith("mlp.experts.gate_up_proj") for name in files.names())
   for name in ("num_layers", "num_experts", "vocab_size", "hidden_size", "head_dim", "num_heads", "num_kv_heads"):
     counted = name == "num_layers" or (name == "num_experts" and not fused)
-    most, what = (len(shapes), "there are {} tensors") if counted else (longest, "no tensor is longer than {}")
+    most, reason = (len(shapes), "there are {} tensors") if counted else (longest, "no tensor is longer than {}")
     if getattr(config, name) > most:
-      raise ValueError(f"config.json says {name} = {getattr(config, name)}, but {what.format(most)}.")
+      raise ValueError(f"config.json says {name} = {getattr(config, name)}, but {reason.format(most)}.")
 
 
 def _check_tensors(files: _Files, config: ModelConfig, stored: dict[tuple[str, ...], _Stored]) -> None:
@@ -317,7 +317,7 @@ def _check_tensors(files: _Files, config: ModelConfig, stored: dict[tuple[str, .
 
 
 def _export(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-  """Every tensor of a checkpoint in Hugging Face's names and orientation, one at a time."""
+  """Yields the name and value of each tensor, in the names and orientation of Hugging Face."""
   for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
     stored = _stored(_names(path), config)
     if stored.stacked:
@@ -329,19 +329,19 @@ def _export(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarr
 
 
 def save_hf(directory: PathLike, config: ModelConfig, params: Params, *, max_shard_bytes: int = 5_000_000_000) -> None:
-  """Writes a checkpoint that transformers (and this library) loads; replaces one that is already there.
+  """Writes a checkpoint that transformers and this library can load. Replaces an existing one.
 
-  Files appear under their own names only when complete, `config.json` last. bos, eos and pad are those of `config`;
-  other settings of a `generation_config.json` that is there are kept.
+  Files get their final names only when complete, `config.json` last. The ids of bos, eos and pad come from `config`;
+  other settings of an existing `generation_config.json` are kept.
 
   Args:
-    directory: created if needed.
-    config: its `model_type` must be able to carry its switches.
-    params: of a policy, addressable from this host.
-    max_shard_bytes: larger checkpoints are split into several files.
+    directory: the folder; created if needed.
+    config: its `model_type` must support all its switches.
+    params: parameters of a policy, addressable from this host.
+    max_shard_bytes: size from which a checkpoint is split into several files.
 
   Raises:
-    ValueError: the model type cannot carry a switch, or the parameters are not those of `config`.
+    ValueError: the model type does not support a switch, or the parameters do not fit `config`.
   """
   values = config_to_hf(config)
   shapes = jax.tree.map(lambda x: x.shape, _shapes(config))
@@ -354,13 +354,13 @@ def save_hf(directory: PathLike, config: ModelConfig, params: Params, *, max_sha
   total = sum(size for _, sizes in written for size in sizes.values())
   weight_map: dict[str, str] = {}
   stale = set(shards.weight_files(folder))
-  (folder / shards.INDEX_FILE).unlink(missing_ok=True)  # first: without it no mixture of two saves can be loaded
+  (folder / shards.INDEX_FILE).unlink(missing_ok=True)  # First, so that a mixture of two saves cannot be loaded.
   for i, (temporary, sizes) in enumerate(written, start=1):
     name = shards.shard_name(i, len(written))
     temporary.replace(folder / name)
     stale.discard(name)
     weight_map |= dict.fromkeys(sizes, name)
-  for name in (*stale, *(path.name for path in folder.glob(_PART.format("*")))):  # parts: of saves that were killed
+  for name in (*stale, *(path.name for path in folder.glob(_PART.format("*")))):  # Killed saves leave parts.
     (folder / name).unlink()
   if len(written) > 1:
     _write_json(folder / shards.INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -371,7 +371,7 @@ def save_hf(directory: PathLike, config: ModelConfig, params: Params, *, max_sha
 def _write_shards(
   folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], max_bytes: int
 ) -> list[tuple[pathlib.Path, dict[str, int]]]:
-  """Writes numbered temporary files of up to `max_bytes`; returns each with its tensors' sizes in bytes."""
+  """Writes numbered temporary files of up to `max_bytes`; returns each with the sizes of its tensors in bytes."""
   written: list[tuple[pathlib.Path, dict[str, int]]] = []
   pending: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
 
@@ -390,7 +390,7 @@ def _write_shards(
 
 
 def _write_generation_config(path: pathlib.Path, config: ModelConfig) -> None:
-  """Writes the ids where the config has some of its own for generation, or where a file of an older save has others."""
+  """Writes the token ids if the config has ids for generation, or if an existing file may have others."""
   existing = untrusted_files.read_object_if_there(path)
   ids = config.generation_token_ids
   if ids == TokenIds() and existing:

@@ -1,4 +1,4 @@
-"""Which safetensors files of a folder make up its checkpoint: a single one, or the shards that an index names."""
+"""The safetensors files of a checkpoint: a single file, or the shards that an index names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 def shard_name(number: int, count: int) -> str:
-  """The name of shard `number` (from 1) of `count`.
+  """Returns the name of shard `number` (from 1) of `count`.
 
   >>> shard_name(1, 1), shard_name(2, 12)
   ('model.safetensors', 'model-00002-of-00012.safetensors')
@@ -23,21 +23,21 @@ def shard_name(number: int, count: int) -> str:
 
 
 def weight_files(folder: pathlib.Path) -> list[str]:
-  """Names of the files in `folder` that are called like a checkpoint's weights, used or left over."""
+  """Lists the files in `folder` that are named like weights of a checkpoint, including left-over ones."""
   return sorted(path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name))
 
 
 def find(folder: pathlib.Path) -> tuple[list[str], Mapping[str, str]]:
   """Finds the files of a checkpoint.
 
-  Weights of two saves in one folder are refused: there is no telling which of them are meant.
+  Weights of two saves in one folder are an error, since nothing tells which of them to load.
 
   Returns:
-    `(names of the files, which file holds which tensor)`; the second is empty without an index.
+    The names of the files, and the file of each tensor (empty without an index).
 
   Raises:
-    FileNotFoundError: there are no weights.
-    ValueError: the index cannot be read or names a file that is not there, or there are weights that it does not name.
+    FileNotFoundError: the folder holds no weights.
+    ValueError: the index is invalid, names a missing file, or leaves out weights that are in the folder.
   """
   present = weight_files(folder)
   if (folder / INDEX_FILE).exists():
@@ -48,11 +48,11 @@ def find(folder: pathlib.Path) -> tuple[list[str], Mapping[str, str]]:
   else:
     weight_map, named, source = {}, [SINGLE_FILE], "a checkpoint without an index"
   if missing := [name for name in named if not (folder / name).exists()]:
-    raise ValueError(f"{folder}: {source} consists of files that are not there: {_some(missing)}; found {present[:5]}.")
+    raise ValueError(f"{folder}: {source} needs files that are not there: {_some(missing)}; found {present[:5]}.")
   if others := sorted(set(present) - set(named)):
     raise ValueError(
-      f"{folder}: weights of two saves are there: {source} consists of {_some(named)}, and besides there are "
-      f"{_some(others)}. Remove those that are not meant."
+      f"{folder}: weights of two saves are there: {source} needs {_some(named)}, but the folder also holds "
+      f"{_some(others)}. Remove the files that do not belong to the checkpoint."
     )
   return named, weight_map
 
@@ -62,7 +62,7 @@ def _some(names: list[str]) -> str:
 
 
 def _read_index(path: pathlib.Path) -> Mapping[str, str]:
-  """Which file holds which tensor; files elsewhere than beside the index are refused."""
+  """Reads the file name of each tensor. All files must be beside the index."""
   weight_map = untrusted_files.read_object(path).get("weight_map")
   if not isinstance(weight_map, dict):
     raise ValueError(f"{path}: 'weight_map' must be an object; received {type(weight_map).__name__}.")

@@ -1,4 +1,4 @@
-"""A game that can be imported by the process which plays it; some of its moves never end."""
+"""A game that its process can import. Some of its moves never end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sao_jax.envs.adapters.text_game import Reply, Template, TextGame
 
 
 class CountingGame(TextGame):
-  """Every number that follows the last one earns 0.5; `think` never ends, `die` ends the process."""
+  """Each next number earns 0.5. `think` never ends, and `die` ends the process."""
 
   def __init__(self, first: int):
     super().__init__(max_turns=20, template=Template())

@@ -1,4 +1,4 @@
-"""No answer reaches `eval`; right answers do reach the scorers."""
+"""No answer reaches `eval`, but right answers reach the scorers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVALUATING = _evaluated_answers.LITERAL_TASKS | set(_evaluated_answers.FORMS) - 
 
 def test_every_task_whose_scorer_evaluates_is_known() -> None:
   calls = re.compile(r"(?<![\w.])(?:sp\.|sympy\.)?(?:eval|exec|parse_expr|sympify)\(")
-  # The first evaluates its own answer; the second has a parser of its own by that name.
+  # The first evaluates its own answer. The second has its own parser of that name.
   harmless = {"number_sorting", "propositional_logic"}
   found = {name for name, (kind, _) in DATASETS.items() if calls.search(inspect.getsource(kind.score_answer))}
   assert found - harmless == EVALUATING
@@ -60,11 +60,11 @@ def test_code_in_an_answer_does_not_run(task: str, tmp_path: pathlib.Path) -> No
 
 @pytest.mark.parametrize("task", sorted(EVALUATING))
 def test_right_answers_are_scored(task: str) -> None:
-  count = 5 if task == "puzzle24" else 20  # of which the package is slow to make some
+  count = 5 if task == "puzzle24" else 20  # the package makes some of these slowly
   env = ReasoningGym(ReasoningGymConfig(task=task, size=count))
   for index in range(count):
     env.reset(index)
-    # The package has an answer that it could not integrate itself: to hand the question back is not to solve it.
+    # The package could not integrate its own answer. Returning the question does not solve it.
     solved = "Integral" not in str(env.gold_answer)
     assert (env.step(f"<answer>{env.gold_answer}</answer><|end|>").reward == 1.0) == solved, env.gold_answer
 

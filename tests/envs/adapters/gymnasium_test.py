@@ -55,7 +55,7 @@ def test_every_toy_text_environment_has_its_actions() -> None:
 
 
 def play(env_id: str, moves: list[str], **config: Any) -> Step:
-  """The last step of an episode of these moves."""
+  """Plays the moves and returns the last step."""
   env = Gymnasium(GymnasiumConfig(env_id=env_id, **config))
   env.reset(0)
   steps = [env.step(f"{move}<|end|>") for move in moves]

@@ -1,4 +1,4 @@
-"""A game in a process of its own: what it says, what becomes of it when the process is killed."""
+"""Games in another process: their replies, and their recovery when the process is killed."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_games_are_played_again_from_their_moves(pool: WorkerPool) -> None:
   for turn in range(2, 6):
     (worker,) = pool._idle
     assert worker.process is not None
-    os.kill(worker.process.pid, signal.SIGKILL)
-    worker.process.wait()
+    os.kill(worker.process.popen.pid, signal.SIGKILL)
+    worker.process.popen.wait()
     for i, env in enumerate(envs):
       step = env.step(f"{10 * i + turn}<|end|>")
       said = list(range(10 * i + 2, 10 * i + turn + 1))

@@ -11,7 +11,7 @@ from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
 
 
 class InThisProcess:
-  """Answers as a worker does, where a test can reach it."""
+  """Answers requests like a worker, but in this process."""
 
   def call(self, request: Any, *, timeout_s: float) -> Any:
     del timeout_s
@@ -103,7 +103,7 @@ def test_the_first_digits_of_a_probability_are_not_the_whole() -> None:
   for index in range(12):
     env.reset(index)
     right = str(env.gold_answer)
-    if len(right) > 5 and float(right) > 0.001:  # nearer to 0 the package takes "0" for right
+    if len(right) > 5 and float(right) > 0.001:  # closer to 0 the package accepts "0"
       seen.add(right)
       for answer, least, most in ((right, 1.0, 1.0), ("0", 0.0, 0.2), (right[:3], 0.0, 0.6)):
         env.reset(index)
@@ -130,7 +130,7 @@ def test_a_mixture_scores_each_problem_by_the_rules_of_its_own_set() -> None:
     env.reset(index)
     assert env.step("<answer>__import__('os').getpid()</answer><|end|>").reward < 0.1
   assert seen == set(names)
-  with pytest.raises(ValueError, match=r"missing 2 required .* they are .*'name': 'x'"):
+  with pytest.raises(ValueError, match=r"missing 2 required .* received .*'name': 'x'"):
     ReasoningGym(ReasoningGymConfig(task="composite", settings={"datasets": [{"name": "x"}]}))
 
 

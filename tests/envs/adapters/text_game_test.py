@@ -7,7 +7,7 @@ from sao_jax.envs.adapters.text_game import CHATML, Reply, Template, TextGame
 
 
 class Countdown(TextGame):
-  """Done when the player says 0."""
+  """A game that ends when the player says 0."""
 
   def start(self, task_index: int) -> str:
     return f"from {task_index}"

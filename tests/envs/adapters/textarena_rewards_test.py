@@ -1,4 +1,4 @@
-"""What TextArena's games pay through the adapter, where their own rewards do not rank plays."""
+"""Rewards of TextArena games through the adapter, where their own rewards do not rank plays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOLUTION = {"S": 9, "E": 5, "N": 6, "D": 7, "M": 1, "O": 0, "R": 8, "Y": 2}
 
 
 def make(game: str, max_turns: int = 60, **settings: Any) -> tuple[TextArena, Any]:
-  """The environment, at task 3, and the game in it."""
+  """Returns the environment at task 3, and its game."""
   env = TextArena(TextArenaConfig(game=game, max_turns=max_turns, settings=settings), lock=threading.Lock())
   env.reset(3)
   return env, env._env
@@ -65,7 +65,7 @@ def test_every_fifteen_puzzle_has_a_solution() -> None:
     tiles = [tile or 16 for row in game.board for tile in row]
     assert sorted(tiles) == list(range(1, 17))
     gap, swaps = tiles.index(16), 0
-    for place in range(16):  # a permutation's parity, by swapping every tile into its place
+    for place in range(16):  # parity of the permutation, by swapping each tile into place
       while tiles[place] != place + 1:
         other = tiles[place] - 1
         tiles[place], tiles[other] = tiles[other], tiles[place]
@@ -82,7 +82,7 @@ def test_one_card_three_times_is_no_set() -> None:
 def test_a_set_is_a_twentieth() -> None:
   env, game = make("Set-v0")
   game.state.game_state |= {"score": 7, "num_turns": 19, "board": game.deck[:12]}
-  step = play(env, "[1, 2, 3]")  # the first three of the ordered deck differ in shape alone
+  step = play(env, "[1, 2, 3]")  # the first three of the ordered deck differ only in shape
   assert step.done and step.reward == pytest.approx(0.4) and not step.info["success"]
 
 

@@ -180,7 +180,7 @@ def test_a_move_that_a_game_never_ends_truncates_one_episode() -> None:
     env.step("[1]<|end|>")
   expected = other.step("[2]<|end|>")
   hasty.reset(3)
-  os.kill(hasty._workers._idle[0].process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+  os.kill(hasty._workers._idle[0].process.popen.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
   step = hasty.step("[1]<|end|>")
   assert step.done and step.truncated and step.reward == 0.0 and "it took more than" in step.info["scorer_error"]
   assert patient.step("[2]<|end|>") == expected  # played again in a new process
@@ -191,6 +191,6 @@ def test_a_move_that_a_game_never_ends_truncates_one_episode() -> None:
 def test_other_games_are_refused() -> None:
   with pytest.raises(ValueError, match="game must be one of TextArena's; received 'Nonsense-v0'"):
     make("Nonsense-v0")
-  for game in ("TicTacToe-v0", "MarketEntryGame-v0"):  # the second begins with one player, and never ends a move
+  for game in ("TicTacToe-v0", "MarketEntryGame-v0"):  # the second starts with one player, but its moves never end
     with pytest.raises(ValueError, match=f"game must be one for a single player; '{game}' is not"):
       make(game).reset(0)

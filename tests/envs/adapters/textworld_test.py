@@ -107,7 +107,7 @@ def test_commands_that_write_or_read_files_are_refused(
   config: TextWorldConfig, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.chdir(tmp_path)
-  # In this process, whose directory is watched.
+  # In this process, whose folder the test checks.
   env = TextWorld(dataclasses.replace(config, max_turns=20), lock=threading.Lock())
   env.reset(0)
   for command in ("save", "Script on", "transcript", "transcripts", "look. save", "recording on", "restore", "replay"):

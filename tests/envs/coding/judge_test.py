@@ -1,4 +1,4 @@
-"""Code that fakes its tests' verdict must fail; right code must pass, whatever plain values it takes and returns."""
+"""Code that fakes a pass must fail. Right code must pass, for all plain values that it takes and returns."""
 
 from __future__ import annotations
 

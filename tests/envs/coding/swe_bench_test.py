@@ -1,4 +1,4 @@
-"""The SWE-Bench reader on rows as they are published, and on odd ones."""
+"""The SWE-Bench reader on published rows and on odd ones."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_bad_rows_are_named(tmp_path: pathlib.Path, change: dict[str, object], m
     ("[{]", "rows: the list is not valid JSON"),
     ("[" * 100_000, "rows: the list is not valid JSON"),
     ('{"a":' * 100_000, "rows, line 1: "),
-    (json.dumps(ROW) + "\n" + json.dumps(ROW), "line 2: instance_id 'astropy__astropy-12907' is there twice"),
+    (json.dumps(ROW) + "\n" + json.dumps(ROW), "line 2: instance_id 'astropy__astropy-12907' occurs twice"),
   ],
 )
 def test_bad_files_are_named(tmp_path: pathlib.Path, content: str, message: str) -> None:

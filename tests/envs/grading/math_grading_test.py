@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sao_jax.envs.grading import scoring_process
 from sao_jax.envs.grading.math_grading import MathGrader
+from sao_jax.utils import limited_process
 from sao_jax.utils.extras import MissingExtraError
 from tests.waiting import LONG_S
 
@@ -94,7 +94,7 @@ def test_sets_intervals_matrices_and_units(grader: MathGrader, gold: str, answer
 @pytest.mark.parametrize(
   ("gold", "answer", "equal"),
   [
-    # As data sets write their references: without dollar signs.
+    # References of data sets have no dollar signs.
     ("3\\sqrt{13}", "$3\\sqrt{13}$", True),
     ("3\\sqrt{13}", "3", False),
     ("2k+2", "2", False),
@@ -217,8 +217,8 @@ def test_a_killed_process_is_started_again(grader: MathGrader) -> None:
   assert grader.is_equal("1", "1.0")
   for worker in grader._workers._idle:
     assert worker.process is not None
-    worker.process.kill()
-    worker.process.wait()
+    worker.process.popen.kill()
+    worker.process.popen.wait()
   assert grader.is_equal("1", "1.0") and not grader.is_equal("1", "2")
 
 
@@ -227,7 +227,7 @@ def test_a_stopped_process_is_a_timeout() -> None:
     assert grader.is_equal("1", "1.0")
     (worker,) = grader._workers._idle
     assert worker.process is not None
-    os.kill(worker.process.pid, signal.SIGSTOP)
+    os.kill(worker.process.popen.pid, signal.SIGSTOP)
     grader._timeout_s = 0.2
     assert not grader.is_equal("1", "x" * 1_000_000) and grader.timeouts == 1
 
@@ -241,21 +241,21 @@ def test_an_interrupted_comparison_leaves_no_reply_for_the_next_one(
     exchange(*arguments)
     raise KeyboardInterrupt
 
-  exchange = scoring_process._exchange
+  exchange = limited_process._exchange
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(scoring_process, "_exchange", interrupt)
+    patch.setattr(limited_process, "_exchange", interrupt)
     grader.is_equal("1", "1.0")
   assert not grader.is_equal("1", "2") and grader.is_equal("1", "1.0")
 
 
 def test_a_script_without_a_guard(tmp_path: pathlib.Path) -> None:
   script = tmp_path / "script.py"
-  # Files next to the script and next to the worker are not taken for the modules of the same names.
+  # Files beside the script and beside the worker do not replace modules of the same names.
   (tmp_path / "base.py").write_text("raise SystemExit('imported')")
   script.write_text(
     "from sao_jax.envs.grading.math_grading import MathGrader\n"
     "grader = MathGrader(timeout_s=60.0, start_timeout_s=300.0)\n"
-    "print(grader.is_equal('$\\\\frac12$', '0.5'), grader._workers._idle[0].process.pid)\n"
+    "print(grader.is_equal('$\\\\frac12$', '0.5'), grader._workers._idle[0].process.popen.pid)\n"
   )
   done = subprocess.run(
     [sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False,

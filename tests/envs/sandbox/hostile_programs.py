@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-MARKER = f"hm{secrets.token_hex(4)}"  # fits a process name; every hostile process is made to carry it
+MARKER = f"hm{secrets.token_hex(4)}"  # fits a process name; every hostile process carries it
 
 PROGRAMS = {
   "fork bomb": """

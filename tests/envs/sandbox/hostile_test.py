@@ -1,4 +1,4 @@
-"""Hostile programs: each must end as text, within the limits, with nothing left running and others undisturbed."""
+"""Hostile programs. Each must end with a text within the limits, leave nothing running and not disturb others."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BARE_BOOT = _zygote._BOOT.replace("module.main(settings)", NO_NAMESPACES)
 
 @pytest.fixture(scope="module", params=WAYS)
 def tool(request: pytest.FixtureRequest) -> Iterator[PythonTool]:
-  """For programs that run into the wall-clock limit."""
+  """Settings for programs that hit the wall-clock limit."""
   yield from make_tool(request, WALL_S)
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def patient_tool(request: pytest.FixtureRequest) -> Iterator[PythonTool]:
-  """For programs that end by themselves, however busy the machine."""
+  """Settings for programs that end by themselves, even on a busy machine."""
   yield from make_tool(request, 60.0)
 
 
@@ -55,7 +55,7 @@ def make_tool(request: pytest.FixtureRequest, wall_s: float) -> Iterator[PythonT
   )
   try:
     with pytest.MonkeyPatch.context() as patch:
-      if bare:  # as on a system that refuses them
+      if bare:  # like a system that refuses them
         patch.setattr(_zygote, "_BOOT", BARE_BOOT)
       tool = PythonTool(config)
   except RuntimeError as error:
@@ -67,7 +67,7 @@ def make_tool(request: pytest.FixtureRequest, wall_s: float) -> Iterator[PythonT
 
 
 def same_way(tool: PythonTool, config: PythonToolConfig) -> PythonTool:
-  """Another tool with a config of its own: where the library is closed to sessions, they have the modules preloaded."""
+  """Makes a tool with its own config. If sessions cannot read the library, the modules are preloaded."""
   with pytest.MonkeyPatch.context() as patch:
     if not tool.isolation["namespaces"]:
       patch.setattr(_zygote, "_BOOT", BARE_BOOT)
@@ -85,11 +85,11 @@ def test_each_ends_as_text_within_the_limits(tool: PythonTool) -> None:
 
 
 STAY_BROKEN = {"replacing sys.stdout"}
-"""Interpreters that can be left without modules and, where their library is closed to them, cannot import any again."""
+"""Programs that may remove all modules of an interpreter, which then cannot import any if its library is closed."""
 
 
 def fault_of(tool: PythonTool, name: str) -> str:
-  """Runs one program next to an innocent session; says what went wrong, or nothing."""
+  """Runs a program beside an innocent session; returns what went wrong, or nothing."""
   with tool.session() as bystander, tool.session() as session:
     processes.wait_until(lambda: bystander.run("x = 1") == "")  # a second may not be enough on a busy machine
     start = time.monotonic()
@@ -101,13 +101,13 @@ def fault_of(tool: PythonTool, name: str) -> str:
       working = works(session)
     left = bystander.run("x")
     undisturbed = left == "1\n" or "time limit" in left
-  # The shortest of those that would go on: 30 s.
+  # The shortest endless one takes 30 s.
   good = len(text) < MAX_OUTPUT + 200 and elapsed < 29 and working and undisturbed
   return "" if good else f"{name}: {elapsed:.2f} s, works {working}, undisturbed {undisturbed}, {text!r}"
 
 
 def works(session: PythonSession) -> bool:
-  """Whether it computes: what was broken was its own interpreter, and the call after the one that finds out has a new
+  """Whether the session still computes. The program may break its interpreter, and the call after the next has a new
   one. On a busy machine the time limit may end any call."""
   texts: list[str] = []
   while sum("time limit" not in text for text in texts) < 4 and len(texts) < 30:
@@ -118,7 +118,7 @@ def works(session: PythonSession) -> bool:
 
 
 def left_running(tool: PythonTool) -> set[int]:
-  """Processes beyond the zygote (up to four with bubblewrap) and the pool, and any that carries the marker."""
+  """Lists processes beyond the zygote (up to four with bubblewrap) and the pool, and all that carry the marker."""
   extra = processes.descendants(tool.isolation["pid"])
   most = 2 + (2 if tool.backend == "bubblewrap" else 0) + tool.config.pool_size + 1
   return processes.with_marker(MARKER) | (extra if len(extra) > most else set())
@@ -195,7 +195,7 @@ tries = {
   'unshare': (0x10000000,), 'setuid': (0,), 'setgid': (0,), 'setresuid': (0, 0, 0), 'ptrace': (16, 1, 0, 0),
   'sethostname': (b'x', 1), 'personality': (0x0040000,), 'setns': (3, 0), 'mknod': (b'/tmp/sda', 0o060666, 0x800),
   'inotify_init': (), 'inotify_init1': (0,), 'fanotify_init': (0x200, 0), 'posix_openpt': (2,),
-  'prctl': (1, 0, 0, 0, 0),  # not to be ended with its parent
+  'prctl': (1, 0, 0, 0, 0),  # so that it does not end with its parent
 }
 for name, arguments in tries.items():
   if getattr(libc, name)(*arguments) >= 0: print('ALLOWED', name)
@@ -210,7 +210,7 @@ print('end')
 
 
 def test_files_that_others_read_too_are_no_channel(patient_tool: PythonTool) -> None:
-  """Locks, leases and watches; and the signals to whoever a file is said to belong to."""
+  """Locks, leases and watches, and signals to the owner of a file."""
   code = """
 import ctypes, os, socket, struct
 import fcntl
@@ -301,7 +301,7 @@ tool.session().run(code, listener=up)
 
 
 def test_what_ignores_every_signal_ends_with_the_zygote(patient_tool: PythonTool) -> None:
-  """The kernel may kill the zygote when memory runs out; nobody is left then to end its sessions."""
+  """The kernel may kill the zygote when memory runs out. Its sessions must still end."""
   with patient_tool.session() as session, concurrent.futures.ThreadPoolExecutor(1) as pool:
     text = pool.submit(session.run, IMMORTAL)
     processes.wait_until(lambda: bool(processes.with_marker(MARKER)))
@@ -353,7 +353,7 @@ def test_a_forked_copy_of_the_interpreter_does_not_answer(patient_tool: PythonTo
 
 
 def test_a_session_that_hoards_files_is_ended_where_no_file_system_limits_it(patient_tool: PythonTool) -> None:
-  """Over many calls: a limit of one call's time is none of what it leaves behind."""
+  """Files pile up over many calls, since the time limit of a call does not limit its files."""
   with patient_tool.session() as session:
     session.run("import os\nos.mkdir('d')\ndef save(n):\n  open(f'd/{n}', 'wb').write(b'x' * (1 << 20))")
     texts = [""]
@@ -395,14 +395,14 @@ def test_removed_files_count_as_long_as_they_are_held(patient_tool: PythonTool, 
       time.sleep(0.05)
   refused = "Operation not permitted" in texts[-1] and how == "sent"  # where descriptors cannot be counted in flight
   assert "interpreter ended" in texts[-1] or "No space left" in texts[-1] or refused
-  assert refused or len(texts) > 4 or how == "mapped"  # of these the size is not known
+  assert refused or len(texts) > 4 or how == "mapped"  # their size is unknown
 
 
 def test_a_session_that_holds_little_lives_on(patient_tool: PythonTool) -> None:
   config = dataclasses.replace(patient_tool.config, preload=("ctypes", "os", "socket"))
   with same_way(patient_tool, config) as tool, tool.session() as session:
     assert session.run(f"{HOARD}kept.append(1)\nfor n in range(2): save(n, 'open')") == ""
-    for _ in range(3):  # looked at several times
+    for _ in range(3):  # checked several times
       time.sleep(0.3)
       assert session.run("len(kept)") == "1\n"
 
@@ -414,7 +414,7 @@ def test_directories_are_removed_however_deep_and_closed(tmp_path: pathlib.Path)
   here = os.open(top / "12", os.O_RDONLY)
   (top / "12" / "link").symlink_to(tmp_path / "kept")
   (top / "12" / "closed").mkdir(mode=0o000)
-  for _ in range(60):  # by steps: the path as a whole is too long for any call
+  for _ in range(60):  # step by step, since the whole path is too long for any call
     os.mkdir("a" * 100, dir_fd=here)
     inner = os.open("a" * 100, os.O_RDONLY, dir_fd=here)
     os.close(here)

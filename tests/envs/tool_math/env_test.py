@@ -56,7 +56,7 @@ def python_tool() -> Iterator[PythonTool]:
 
 
 def replay(env: Environment, index: int, demonstration: Demonstration) -> base.Step:
-  """Plays a demonstration's actions and compares every text that comes back."""
+  """Plays the actions of a demonstration and compares every returned text."""
   assert demonstration.pieces[0] == (env.reset(index), False)
   pieces = list(demonstration.pieces[1:])
   while True:

@@ -161,7 +161,7 @@ def test_an_answer_that_is_not_scored_in_time_scores_nothing(
   pool = scoring_process.shared_pool("sao_jax.envs.adapters._reasoning_gym_worker")
   for worker in pool._idle:
     assert worker.process is not None
-    os.kill(worker.process.pid, signal.SIGSTOP)
+    os.kill(worker.process.popen.pid, signal.SIGSTOP)
   with monkeypatch.context() as patch:
     patch.setattr(problems, "_SCORE_TIMEOUT_S", 0.5)
     before, stopped = pool.timeouts, len(pool._idle)

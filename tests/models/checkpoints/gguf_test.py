@@ -1,4 +1,4 @@
-"""GGUF files written here with the `gguf` package from the llama fixture."""
+"""GGUF files written with the `gguf` package from the llama fixture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def _interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-  """The row order that llama.cpp's converter gives q and k."""
+  """Orders the rows of q and k like llama.cpp's converter."""
   return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -173,7 +173,7 @@ def test_a_factor_without_a_type_is_linear_as_in_llama_cpp(tmp_path: pathlib.Pat
 
 
 def _llama3_divisors(theta: float, factor: float, low: float, high: float, length: int) -> np.ndarray:
-  """As llama.cpp's converter writes them, for heads of 16."""
+  """The values of llama.cpp's converter for heads of 16."""
   wavelengths = 2 * np.pi * theta ** (np.arange(0, 16, 2) / 16)
   smooth = (length / wavelengths - low) / (high - low)
   between = 1 / ((1 - smooth) / factor + smooth)
@@ -187,7 +187,7 @@ def _llama3_divisors(theta: float, factor: float, low: float, high: float, lengt
 def test_llama3_divisors_become_a_scaling(
   theta: float, low: float, high: float, length: int, tmp_path: pathlib.Path
 ) -> None:
-  """With several frequencies between the bounds (of which only the ratio is told), with one, and with none."""
+  """Several frequencies between the bounds (which give only their ratio), one, and none."""
   divisors = _llama3_divisors(theta, 8.0, low, high, length)
   _write(tmp_path / "model.gguf", divisors=divisors, theta=theta)
   config, _ = models.load_gguf(tmp_path / "model.gguf")

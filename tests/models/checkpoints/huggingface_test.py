@@ -47,7 +47,7 @@ def _values(model_type: str, /, **changes: Any) -> dict[str, Any]:
 def _copy(
   model_type: str, directory: pathlib.Path, *, drop: tuple[str, ...] = (), **changes: Any
 ) -> dict[str, np.ndarray]:
-  """Writes the config of a fixture with changes, and returns the tensors for the test to store as it likes."""
+  """Writes the config of a fixture with changes; returns the tensors for the test to store."""
   directory.mkdir(parents=True, exist_ok=True)
   values = {name: value for name, value in _values(model_type, **changes).items() if name not in drop}
   (directory / "config.json").write_text(json.dumps(values))
@@ -67,7 +67,7 @@ def test_logits_and_log_probs_equal_transformers(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_greedy_tokens_equal_transformers(model_type: str) -> None:
-  """The reference is 8 prompt tokens and 24 that transformers chose: each is the likeliest after those before it."""
+  """The reference is 8 prompt tokens and 24 that transformers chose, each the likeliest after those before it."""
   config, params = _loaded(model_type)
   reference = _reference(model_type)
   greedy = reference["greedy"][0]
@@ -134,7 +134,7 @@ def test_a_sharding_places_every_parameter() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_parts_of_stored_tensors(fused: bool, tmp_path: pathlib.Path) -> None:
-  """What a shard reads is what slicing the whole parameter gives, for every form a tensor is stored in."""
+  """Reading a shard equals slicing the whole parameter, for every form of stored tensor."""
   tensors = _copy("qwen3_moe", tmp_path)
   safetensors.numpy.save_file(_fuse(tensors) if fused else tensors, tmp_path / "model.safetensors")
   config, params = _loaded("qwen3_moe")
@@ -147,7 +147,7 @@ def test_parts_of_stored_tensors(fused: bool, tmp_path: pathlib.Path) -> None:
 
 
 def _fuse(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Per-expert tensors to the fused form that transformers 5 keeps in memory."""
+  """Converts per-expert tensors to the fused form that transformers 5 keeps in memory."""
   out = {name: value for name, value in tensors.items() if ".experts." not in name}
   for layer in range(2):
     prefix = f"model.layers.{layer}.mlp.experts."
@@ -243,7 +243,7 @@ def test_config_keys(model_type: str, changes: dict[str, Any], field: str, want:
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}}, "mrope_section"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows are not supported"),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, "sliding windows are not supported"),
-    ("qwen3_moe", {"num_experts": 8}, "mean the same and differ"),
+    ("qwen3_moe", {"num_experts": 8}, "mean the same but differ"),
     ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "'full_attention': "),
     (

@@ -1,4 +1,4 @@
-"""Weights of two saves in one folder are refused, and saves leave none behind."""
+"""Weights of two saves in one folder are refused, and a save removes the old ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import tiny
 
 CONFIG = tiny.dense()
 LIMITS = {1: 100_000, 3: 20_000, 4: 15_000}
-"""Bytes of a file at which its weights take so many files."""
+"""Size limit of a file that splits the weights into a number of files."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -45,7 +45,7 @@ def _holds(folder: pathlib.Path, seed: int) -> bool:
 
 @pytest.fixture
 def folders(tmp_path: pathlib.Path) -> Callable[[int], pathlib.Path]:
-  """`folders(count)` is a fresh folder with weights in so many files, each count with weights of its own."""
+  """Returns `folders(count)`: a new folder with weights in `count` files, with other weights for each count."""
 
   def make(count: int) -> pathlib.Path:
     _save(tmp_path / str(count), count, count)
@@ -55,7 +55,7 @@ def folders(tmp_path: pathlib.Path) -> Callable[[int], pathlib.Path]:
 
 
 def _move_in(new: pathlib.Path, old: pathlib.Path, *, index: bool) -> None:
-  """Copies the files of a new save over those of an old one, as a download does that deletes nothing."""
+  """Copies the files of a new save over those of an old one, like a download that deletes nothing."""
   for path in new.iterdir():
     if index or path.name != INDEX:
       shutil.copy(path, old)
@@ -64,11 +64,11 @@ def _move_in(new: pathlib.Path, old: pathlib.Path, *, index: bool) -> None:
 @pytest.mark.parametrize(
   ("old", "new", "index", "message"),
   [
-    (3, 1, True, r"of two saves are there: model\.safetensors\.index\.json .* besides there are model\.safetensors\."),
-    (1, 3, True, r"of two saves are there: model\.safetensors\.index\.json .* besides there are model\.safetensors\."),
-    (1, 3, False, r"without an index consists of model\.safetensors, and besides .* model-00001-of-00003"),
-    (3, 4, False, r"besides there are model-00001-of-00004\.safetensors, .* and 1 more\. Remove those"),
-    (3, 4, True, r"besides there are model-00001-of-00003\.safetensors"),
+    (3, 1, True, r"of two saves are there: model\.safetensors\.index\.json .* also holds model\.safetensors\."),
+    (1, 3, True, r"of two saves are there: model\.safetensors\.index\.json .* also holds model\.safetensors\."),
+    (1, 3, False, r"without an index needs model\.safetensors, but the folder also .* model-00001-of-00003"),
+    (3, 4, False, r"the folder also holds model-00001-of-00004\.safetensors, .* and 1 more\. Remove the files"),
+    (3, 4, True, r"the folder also holds model-00001-of-00003\.safetensors"),
   ],
 )
 def test_weights_of_two_saves_are_refused(
@@ -149,7 +149,7 @@ def test_a_save_over_another_leaves_nothing_of_it(counts: tuple[int, int], tmp_p
 def test_a_save_that_is_cut_short_is_never_loaded_as_a_mixture(
   counts: tuple[int, int], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  """The save is stopped at each of its renames in turn: what is there is one save's weights, or it is refused."""
+  """A save is stopped at each of its renames. The folder then holds the weights of one save, or loading refuses it."""
   _save(tmp_path / "old", 1, counts[0])
   replace, refused = pathlib.Path.replace, 0
   renames = counts[1] + (counts[1] > 1) + 1  # the shards, the index and config.json
