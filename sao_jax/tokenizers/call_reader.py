@@ -149,7 +149,11 @@ class CallReader:
     name = value.get("name", value.get("function"))
     if value.get("type") == "function" or (isinstance(name, str) and (name in self._schemas or not self._schemas)):
       return True
-    return name is not None and ("arguments" in value or "parameters" in value)
+    if isinstance(name, dict) and isinstance(name.get("name"), str):  # as the OpenAI API writes a call
+      return self._is_like_a_call(name)
+    has_arguments = "arguments" in value or "parameters" in value
+    named = name is not None or any(isinstance(x, str) and x in self._schemas for x in value.values())
+    return named and has_arguments
 
   def _from_object(self, value: Any, key: str, place: int) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get(key), dict):

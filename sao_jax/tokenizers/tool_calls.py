@@ -32,7 +32,8 @@ _END_OF_MESSAGE = "<|eom_id|>"
 """The token at the end of a Llama action that calls a tool."""
 _THOUGHT_TAG = re.compile(r"""(?P<mention>(["'`])</?think>\2)|</?think>""")
 _BLANKS = re.compile(r"\s*")
-_FUNCTION_CALL = re.compile(r"([\w-]+)(?:\.call)?\(")
+_FUNCTION_CALL = re.compile(r"\[?\s*([\w-]+)(?:\.call)?\(")
+"""The beginning of code, or of a list of calls as Llama 4 may write them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ def _without_thought(text: str) -> str:
 def _check_no_code(answer: str, waits: bool, schemas: Mapping[str, Any]) -> None:
   """Raises MalformedCall if an answer is code without its tag."""
   function = _FUNCTION_CALL.match(answer)
-  if waits or (function and function[1] in schemas and answer.endswith(")")):
+  if waits or (function and function[1] in schemas and answer.endswith((")", ")]"))):
     raise MalformedCall(f"{_PYTHON_TAG} is missing in front of code", len(answer))
 
 

@@ -160,6 +160,8 @@ def test_a_call_is_no_answer_without_its_opening_tag_nor_cut_off(style, code, be
     ("json_tags", '{"arguments": {"code": "1"}, "name": "python"}', "<tool_call> is missing"),
     ("json_tags", f"[{FORMS['json_tags'][11:-12]}]", "<tool_call> is missing"),
     ("json_tags", FORMS["json"], "<tool_call> is missing"),
+    ("json_tags", f'{{"function": {FORMS["json_tags"][11:-12]}}}', "<tool_call> is missing"),
+    ("json_tags", '{"tool": "python", "arguments": {"code": "1"}}', "<tool_call> is missing"),
     ("json_tags", "print(1)\n</tool_call>", "</tool_call> outside a call; <tool_call> is missing"),
     ("xml", FORMS["xml"][11:], "<function= outside a call; <tool_call> is missing"),
     ("xml", FORMS["xml"] + FORMS["xml"][11:], "<function= outside a call"),
@@ -172,6 +174,7 @@ def test_a_call_is_no_answer_without_its_opening_tag_nor_cut_off(style, code, be
     ("json", FORMS["xml"], "<tool_call> outside a call; write JSON without tags"),
     ("json", '<function=python>{"code": "1"}</function>', "<function= outside a call; write JSON"),
     ("json", 'python(code="1")', "<|python_tag|> is missing"),
+    ("json", '[python(code="1")]', "<|python_tag|> is missing"),
     ("json", "print(6*7)<|eom_id|>", "<|python_tag|> is missing"),
   ],
 )

@@ -24,6 +24,13 @@ _ANSWER = re.compile(r".*\banswer\s*(?:is|:)+\s*(.+)", re.IGNORECASE | re.DOTALL
 _BEFORE = re.compile(r"(?:[A-Za-z'’,.;:!?()=\s-]*[\s(=:])?[$€£]?")
 _AFTER = re.compile(r"(?!\s*[A-Za-z]\b)(?:[\s),.;:!?][A-Za-z'’,.;:!?()\s-]*)?")
 """Plain words around a number."""
+_BOUND = re.compile(r"\b(?:than|least|most|over|under|below|above|nearly|almost)\s+[$€£]?\Z", re.IGNORECASE)
+_MULTIPLE = re.compile(
+  r"\s+(?:and\s+an?\b|(?:hundred|thousand|million|billion|trillion|dozen|factorial|squared|cubed)\b)", re.IGNORECASE
+)
+"""Words before a number, and after one, that make it another."""
+_LAST_LINE = re.compile(r"(?:.*\n)?#{4}\s*([^\n]+)", re.DOTALL)
+_BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _DENIAL = re.compile(r"\b(?:not|never|wrong|no|or|nor)\b|n't\b", re.IGNORECASE)
 
 
@@ -76,6 +83,8 @@ def given_answers(text: str) -> list[str]:
   if boxed != text or _BOX.search(text):
     return [boxed] if boxed else []
   text = text.strip()[-_MAX_CHARS:]
+  if marked := _LAST_LINE.fullmatch(text) or _BOLD.fullmatch(text):  # As GSM8K's answers end, and in bold type.
+    text = marked[1].strip()
   if not _WORD.search(_COMMAND.sub(" ", text)):
     return [text]
   whole = [text] if "\n" not in text else []
@@ -92,7 +101,8 @@ def given_answers(text: str) -> list[str]:
   if sentences and not _DENIAL.search(sentences[-1]):
     numbers = list(_NUMBER.finditer(sentences[-1]))
     start, end = numbers[0].start(), numbers[-1].end()
-    if _BEFORE.fullmatch(sentences[-1], 0, start) and _AFTER.fullmatch(sentences[-1], end):
+    changed = _BOUND.search(sentences[-1], 0, start) or _MULTIPLE.match(sentences[-1], end)
+    if not changed and _BEFORE.fullmatch(sentences[-1], 0, start) and _AFTER.fullmatch(sentences[-1], end):
       whole.append(sentences[-1][start:end])
   return whole
 

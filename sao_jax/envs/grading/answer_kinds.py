@@ -23,7 +23,9 @@ references 50 and 50%, but 1/2 is wrong for 50%, and 50% is wrong for 1/2.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -89,10 +91,39 @@ def same(gold: Nodes, answer: Nodes) -> bool:
   """Whether an answer is right for a reference."""
   if literal(gold) == literal(answer):
     return True
-  try:
-    return kind_of(gold).same(gold, answer)
-  except UnreadableError:
-    return False  # The answer is of another kind.
+  gold, answer = _as_intervals(gold), _as_intervals(answer)
+  with contextlib.suppress(UnreadableError):  # It is of another kind.
+    if kind_of(gold).same(gold, answer):
+      return True
+  wanted, found = _equations(gold), _equations(answer)
+  return (wanted is None) != (found is None) and same(wanted or gold, found or answer)
+
+
+def _as_intervals(nodes: Nodes) -> Nodes:
+  """Writes the real numbers, perhaps without a finite set, as an interval or a union of intervals."""
+  if nodes[:1] != (Token("letter", r"\mathbb{R}"),):
+    return nodes
+  rest: list[Nodes] = []
+  if len(nodes) == 3 and is_op(nodes[1], frozenset("∖")) and nodes_of_set(nodes[2:]):
+    rest = _elements(nodes_of_set(nodes[2:]) or ())
+  values = [answer_values.plain_value(x) for x in rest]
+  if None in values or (len(nodes) > 1 and not rest):
+    return nodes
+  infinity: Nodes = (Token("cmd", r"\infty"),)
+  ends = [(Token("op", "-"), *infinity), *(x for _, x in sorted(zip(values, rest, strict=True))), infinity]
+  groups = [Group("(", ")", (*a, Token("sep", ","), *b)) for a, b in itertools.pairwise(ends)]
+  return tuple(node for group in groups for node in (Token("op", "∪"), group))[1:]
+
+
+def _equations(nodes: Nodes) -> Nodes | None:
+  """Returns the list `x = 1, y = 2` for `(x, y) = (1, 2)`, and None for any other answer."""
+  match nodes:
+    case (Group("(", ")", names), Token("op", "="), Group("(", ")", values)):
+      left, right = (split(x, lambda node: node.kind == "sep")[0] for x in (names, values))
+      if 1 < len(left) == len(right) and all(left) and all(right) and all(map(is_name, left)):
+        rows = ((Token("sep", ","), *x, Token("op", "="), *y) for x, y in zip(left, right, strict=True))
+        return tuple(node for row in rows for node in row)[1:]
+  return None
 
 
 def _kinds() -> tuple[Kind, ...]:
@@ -231,7 +262,7 @@ def _named(compare: Comparison) -> Comparison:
     parts, signs = sides(answer)
     if not set(signs) <= {"=", "∈"}:
       return _same_interval(gold, answer)
-    rest = [part for part in parts[:-1] if not is_name(part)] + parts[-1:]
+    rest = [_as_intervals(part) for part in [part for part in parts[:-1] if not is_name(part)] + parts[-1:]]
     return all(compare(gold, part) for part in rest)
 
   return compare_sides
@@ -393,7 +424,9 @@ def _same_relation(gold: Nodes, answer: Nodes) -> bool:
 
 def _names_one(nodes: Nodes) -> bool:
   """Whether nodes name one quantity, not a product of two."""
-  return is_name(nodes) and sum(isinstance(node, Token) and node.kind in ("letter", "cmd") for node in nodes) <= 1
+  count = sum(isinstance(node, Token) and node.kind in ("letter", "cmd") for node in nodes)
+  segment = all(isinstance(node, Token) and node.kind == "letter" and node.text.isupper() for node in nodes)
+  return is_name(nodes) and (count <= 1 or (segment and count == 2))  # AB is a length.
 
 
 def _same_interval(gold: Nodes, answer: Nodes) -> bool:
@@ -411,8 +444,7 @@ def _intervals(nodes: Nodes) -> list[Group] | None:
   found = [part[0] for part in split(nodes, lambda node: is_op(node, frozenset("∪")))[0] if _is_bracket(part)]
   groups = [node for node in found if isinstance(node, Group) and len(_elements(node.items)) == 2]
   whole = len(groups) == 1 + sum(is_op(node, frozenset("∪")) for node in nodes)
-  is_point = len(groups) == 1 and _ends(groups[0]) == "()" and r"\infty" not in literal(nodes) and not signs
-  return groups if whole and not is_point else None
+  return groups if whole else None
 
 
 def _inequality(nodes: Nodes) -> list[Group] | None:

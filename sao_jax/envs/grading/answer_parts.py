@@ -19,7 +19,8 @@ _NAMING: Set[str] = frozenset(
 """Commands without a value that may be part of a name: `\\angle ABC = 30`."""
 _DECIDING = """not no never either neither but if else than maybe perhaps is are was for when where wrong except zero
 one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
-nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million half odd even prime"""
+nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion dozen half
+squared cubed factorial odd even prime"""
 """Words that are neither units nor names. They change the meaning of an answer."""
 UNITS: Mapping[str, str] = {
   "mm": "millimeter millimeters", "cm": "centimeter centimeters centimetre centimetres",
@@ -28,7 +29,7 @@ UNITS: Mapping[str, str] = {
   "mi": "mile miles", "s": "sec second seconds", "min": "minute minutes", "h": "hr hrs hour hours", "day": "days",
   "week": "weeks", "month": "months", "year": "years", "g": "gram grams", "kg": "kilogram kilograms",
   "lb": "lbs pound pounds", "oz": "ounce ounces", "l": "liter liters litre litres", "ml": "milliliter milliliters",
-  "mph": "", "kph": "", "dollar": "dollars", "cent": "cents", "percent": "", "degree": "degrees deg",
+  "unit": "units", "mph": "", "kph": "", "dollar": "dollars", "cent": "cents", "percent": "", "degree": "degrees deg",
   "radian": "radians rad", "am": "", "pm": "", "hz": "", "n": "newton newtons", "j": "joule joules", "w": "watt watts",
 }  # fmt: skip
 
@@ -127,11 +128,16 @@ def measure(nodes: Nodes) -> tuple[Nodes, tuple[str, ...]]:
     elif found and is_op(node, frozenset("/*")) and ends_unit(before):
       found.insert(0, "/" if isinstance(node, Token) and node.text == "/" else "")
       end -= 1
+    elif isinstance(node, Token) and node.text == "." and ends_unit(before):  # of "sq."
+      end -= 1
     else:
       break
   said = [node.text for node in words(nodes[end:])]
   if len(said) > 4 or any(word in _DECIDING.split() for word in said):
     raise UnreadableError("a unit must have at most four words, without words that change the meaning.")
+  for i, word in enumerate(found[:-1]):  # square feet
+    if word in ("square", "sq", "cubic", "cu") and not found[i + 1].startswith(("/", "^")):
+      found[i : i + 2] = [found[i + 1], "^2" if word.startswith("s") else "^3"]
   return nodes[:end], tuple(found)
 
 
@@ -142,7 +148,7 @@ def ends_unit(node: Node) -> bool:
 def same_unit(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
   """Whether units agree. They agree if one is missing or not in the table of units."""
   both_known = all(part in UNITS or not part.isalpha() for part in (*gold, *answer))
-  return not gold or not answer or not both_known or gold == answer
+  return not gold or not answer or not both_known or gold == answer or "unit" in (*gold, *answer)
 
 
 def quantities(nodes: Nodes) -> list[tuple[Fraction, str]]:

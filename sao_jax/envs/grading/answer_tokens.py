@@ -69,6 +69,7 @@ _SPACING: Set[str] = frozenset((
   r"\,", r"\;", r"\:", r"\!", r"\>", r"\/", r"\quad", r"\qquad", r"\enspace", r"\thinspace", r"\displaystyle",
   r"\textstyle", r"\scriptstyle", r"\limits", r"\nolimits", r"\big", r"\Big", r"\bigg", r"\Bigg", r"\bigl", r"\bigr",
   r"\Bigl", r"\Bigr", r"\biggl", r"\biggr", r"\Biggl", r"\Biggr", r"\boxed", r"\fbox", r"\rm", r"\bf", r"\it",
+  r"\tiny", r"\small", r"\normalsize", r"\large", r"\Large", r"\LARGE", r"\huge", r"\Huge",
   r"\medspace", r"\thickspace", r"\negthinspace", r"\(", r"\)", r"\[", r"\]",
 ))  # fmt: skip
 _FONTS: Set[str] = frozenset((

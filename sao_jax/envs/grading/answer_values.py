@@ -382,6 +382,10 @@ class _Writer:
     self._out.append(r"\cdot " if self._factor else "")
     self._out.append(name + "".join(f"{sign}{{{to_latex(items)}}}" for sign, items in scripts.items()) + " ")
     self._factor = False
+    argument = _argument_of_function(self._nodes[self._at :])
+    if argument:
+      self._at += len(argument)
+      self._put("(", to_latex(_in_radians(argument)), ")")
 
   def _sign(self, token: Token) -> None:
     if token.text == "|":
@@ -398,6 +402,36 @@ class _Writer:
       self._factor = False
     else:
       raise UnreadableError(f"{token.text} cannot be in an expression.")
+
+
+def _argument_of_function(nodes: Nodes) -> Nodes:
+  r"""What a function without parentheses is applied to: `2x` in `\sin 2x \cos x` and in `\sin 2x \cdot y`."""
+  if nodes and isinstance(nodes[0], Group):
+    return _in_radians(nodes[:1])[: int(_in_radians(nodes[:1]) != nodes[:1])]
+  end = 0
+  while end < len(nodes):
+    node, following = nodes[end], nodes[end + 1] if end + 1 < len(nodes) else None
+    if isinstance(node, Token):
+      sign = node.kind == "op" and (node.text in "^_!|/" or (not end and node.text in "+-"))
+      known = node.kind in ("num", "letter") or node.text == "degree"
+      if not (sign or known or (node.kind == "cmd" and node.text not in BIG_OPERATORS)):
+        break
+      power = isinstance(following, Token) and following.text == "^"
+      if end and ((node.text == "e" and power) or (node.text == "/" and following and _kind(following) == "func")):
+        break
+    end += 1
+  return nodes[:end]
+
+
+def _in_radians(nodes: Nodes) -> Nodes:
+  found: list[Node] = []
+  for node in nodes:
+    if node == Token("unit", "degree"):
+      turn = (Token("cmd", r"\pi"), Token("op", "/"), Token("num", "180", Fraction(180)))
+      found += [Token("op", "*"), Group("(", ")", turn)]
+    else:
+      found.append(Group(node.open, node.close, _in_radians(node.items)) if isinstance(node, Group) else node)
+  return tuple(found)
 
 
 def _split(nodes: Nodes) -> list[Nodes]:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(600)  # The first expression imports SymPy: a m
     ("I + i", r"\varkappa +(I) "),
     (r"\sqrt[3]{-8}", r"(-\sqrt[3]{8})"),
     ("x_12", "x_{12} "),
+    (r"\sin 2x \cos x", r"\sin (2x )\cdot \cos (x )"),
   ],
 )
 def test_written_with_one_meaning(text: str, latex: str) -> None:
@@ -54,6 +55,15 @@ def test_what_is_no_expression(text: str) -> None:
     (r"\prod_{i=1}^{5} i", "120", True),
     (r"\int_0^1 2x\,dx", "1", True),
     ("d + x", "x + d", True),
+    (r"\sin 2x", r"2 \sin x \cos x", True),
+    (r"\sin(x \cos x)", r"\sin x \cos x", False),
+    (r"2 \sin x", r"\sin x \cdot 2", True),
+    (r"\sin 2x", r"\sin x \cdot 2", False),
+    (r"\ln 2 \ln 3", r"\ln 3 \cdot \ln 2", True),
+    (r"\log_2 3", r"\ln 3/\ln 2", True),
+    (r"\frac{1}{2}", r"\sin 30^\circ", True),
+    (r"\cos(60^\circ)", "0.5", True),
+    (r"e^x \sin x", r"\sin x e^x", True),
   ],
 )
 def test_same_value(gold: str, answer: str, equal: bool) -> None:
