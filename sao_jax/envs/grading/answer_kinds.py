@@ -25,17 +25,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeAlias
 
 from sao_jax.envs.grading import answer_values
+from sao_jax.envs.grading.answer_intervals import (
+  FLIPPED,
+  as_intervals,
+  elements,
+  inequality,
+  intervals,
+  is_bracket,
+  nodes_of_set,
+)
 from sao_jax.envs.grading.answer_parts import (
   MATRICES,
   RELATIONS,
   UNITS,
   Nodes,
-  all_nodes,
   cells,
   has,
   is_group,
@@ -55,7 +62,6 @@ from sao_jax.envs.grading.answer_tokens import Group, Token, UnreadableError, li
 Test: TypeAlias = Callable[[Nodes], bool]
 Comparison: TypeAlias = Callable[[Nodes, Nodes], bool]
 
-_FLIPPED: Mapping[str, str] = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -91,28 +97,12 @@ def same(gold: Nodes, answer: Nodes) -> bool:
   """Whether an answer is right for a reference."""
   if literal(gold) == literal(answer):
     return True
-  gold, answer = _as_intervals(gold), _as_intervals(answer)
+  gold, answer = as_intervals(gold), as_intervals(answer)
   with contextlib.suppress(UnreadableError):  # It is of another kind.
     if kind_of(gold).same(gold, answer):
       return True
   wanted, found = _equations(gold), _equations(answer)
   return (wanted is None) != (found is None) and same(wanted or gold, found or answer)
-
-
-def _as_intervals(nodes: Nodes) -> Nodes:
-  """Writes the real numbers, perhaps without a finite set, as an interval or a union of intervals."""
-  if nodes[:1] != (Token("letter", r"\mathbb{R}"),):
-    return nodes
-  rest: list[Nodes] = []
-  if len(nodes) == 3 and is_op(nodes[1], frozenset("∖")) and nodes_of_set(nodes[2:]):
-    rest = _elements(nodes_of_set(nodes[2:]) or ())
-  values = [answer_values.plain_value(x) for x in rest]
-  if None in values or (len(nodes) > 1 and not rest):
-    return nodes
-  infinity: Nodes = (Token("cmd", r"\infty"),)
-  ends = [(Token("op", "-"), *infinity), *(x for _, x in sorted(zip(values, rest, strict=True))), infinity]
-  groups = [Group("(", ")", (*a, Token("sep", ","), *b)) for a, b in itertools.pairwise(ends)]
-  return tuple(node for group in groups for node in (Token("op", "∪"), group))[1:]
 
 
 def _equations(nodes: Nodes) -> Nodes | None:
@@ -131,11 +121,11 @@ def _kinds() -> tuple[Kind, ...]:
     Kind("words", _is_words, _same_words),
     Kind("quantity", lambda gold: len(quantities(gold)) > 1, lambda a, b: quantities(a) == quantities(b)),
     Kind("rows", lambda gold: rows(gold) is not None, _same_rows),
-    Kind("list", lambda gold: len(_elements(gold)) > 1, _same_list),
+    Kind("list", lambda gold: len(elements(gold)) > 1, _same_list),
     Kind("relation", lambda gold: has(gold, RELATIONS), _same_relation),
     Kind("union", lambda gold: has(gold, frozenset("∪")), _named(_same_union)),
     Kind("set", lambda gold: is_group(gold, (r"\{",)), _named(_same_set)),
-    Kind("bracket", _is_bracket, _named(_same_bracket)),
+    Kind("bracket", is_bracket, _named(_same_bracket)),
     Kind("matrix", lambda gold: is_group(gold, tuple(MATRICES)), _named(_same_matrix)),
     Kind("ratio", lambda gold: has(gold, frozenset(":")), _named(_same_ratio)),
     Kind("based", _is_based, _named(lambda a, b: _is_based(b) and literal(a) == literal(b))),
@@ -262,7 +252,7 @@ def _named(compare: Comparison) -> Comparison:
     parts, signs = sides(answer)
     if not set(signs) <= {"=", "∈"}:
       return _same_interval(gold, answer)
-    rest = [_as_intervals(part) for part in [part for part in parts[:-1] if not is_name(part)] + parts[-1:]]
+    rest = [as_intervals(part) for part in [part for part in parts[:-1] if not is_name(part)] + parts[-1:]]
     return all(compare(gold, part) for part in rest)
 
   return compare_sides
@@ -287,37 +277,12 @@ def _same_ratio(gold: Nodes, answer: Nodes) -> bool:
   return len({x / y for x, y in zip(a, b, strict=True) if x is not None and y is not None}) == 1
 
 
-def _elements(nodes: Nodes) -> list[Nodes]:
-  """Returns the elements of a list. An element with ± counts as two."""
-  parts, separators = split(nodes, lambda node: node.kind == "sep")
-  if len(parts) > 2 and separators[-1] in ("and", "or") and not parts[-2]:
-    parts = [*parts[:-2], parts[-1]]  # "1, 2, and 3"
-  if not all(parts):
-    raise UnreadableError("a separator must be between two elements.")
-  return [x for part in parts for x in _signs(part)]
-
-
-def _signs(part: Nodes) -> list[Nodes]:
-  if not any(is_op(node, frozenset("±∓")) for node in all_nodes(part)):
-    return [part]
-  return [_replaced(part, {"±": "+", "∓": "-"}), _replaced(part, {"±": "-", "∓": "+"})]
-
-
-def _replaced(nodes: Nodes, signs: Mapping[str, str]) -> Nodes:
-  return tuple(
-    Group(node.open, node.close, _replaced(node.items, signs)) if isinstance(node, Group)
-    else Token("op", signs[node.text]) if is_op(node, frozenset(signs)) else node
-    for node in nodes
-  )  # fmt: skip
-
-
 def _same_list(gold: Nodes, answer: Nodes) -> bool:
-  intervals = _same_interval(gold, answer)
-  if intervals:
+  if _same_interval(gold, answer):
     return True
   answer = _after_name(answer)
   found = nodes_of_set(answer)
-  return _same_elements(_elements(gold), _elements(answer if found is None else found))
+  return _same_elements(elements(gold), elements(answer if found is None else found))
 
 
 def _same_set(gold: Nodes, answer: Nodes) -> bool:
@@ -326,11 +291,7 @@ def _same_set(gold: Nodes, answer: Nodes) -> bool:
   found = answer if found is None and any(isinstance(x, Token) and x.kind == "sep" for x in answer) else found
   if found is None or not wanted or not found:
     return False
-  return _same_elements(_elements(wanted), _elements(found))
-
-
-def nodes_of_set(nodes: Nodes) -> Nodes | None:
-  return nodes[0].items if is_group(nodes, (r"\{",)) and isinstance(nodes[0], Group) else None
+  return _same_elements(elements(wanted), elements(found))
 
 
 def _after_name(nodes: Nodes) -> Nodes:
@@ -363,12 +324,6 @@ def _same_elements(wanted: list[Nodes], found: list[Nodes]) -> bool:
   return True
 
 
-def _is_bracket(gold: Nodes) -> bool:
-  if not is_group(gold, ("(", "[", r"\langle")) or not isinstance(gold[0], Group):
-    return False
-  return any(isinstance(node, Token) and node.kind == "sep" for node in gold[0].items)
-
-
 def _same_bracket(gold: Nodes, answer: Nodes) -> bool:
   wanted = gold[0]
   found = answer[0]
@@ -376,7 +331,7 @@ def _same_bracket(gold: Nodes, answer: Nodes) -> bool:
     return False
   if _ends(wanted) != _ends(found):
     return False
-  a, b = _elements(wanted.items), _elements(found.items)
+  a, b = elements(wanted.items), elements(found.items)
   return len(a) == len(b) and all(map(same, a, b))
 
 
@@ -415,8 +370,8 @@ def _same_relation(gold: Nodes, answer: Nodes) -> bool:
     if given_signs[0] in ("=", "∈") and literal(given[0]) == literal(parts[0]):
       return same(parts[1], answer[len(given[0]) + 1 :])
   if given_signs != signs:
-    given, given_signs = given[::-1], [_FLIPPED.get(sign, "") for sign in reversed(given_signs)]
-  if given_signs != signs or not set(signs) <= set(_FLIPPED):
+    given, given_signs = given[::-1], [FLIPPED.get(sign, "") for sign in reversed(given_signs)]
+  if given_signs != signs or not set(signs) <= set(FLIPPED):
     return False
   pairs = zip(parts, parts[1:], given, given[1:], signs, strict=False)
   return all(answer_values.same_relation((a, b), (c, d), ordered=sign not in "!=") for a, b, c, d, sign in pairs)
@@ -431,48 +386,9 @@ def _names_one(nodes: Nodes) -> bool:
 
 def _same_interval(gold: Nodes, answer: Nodes) -> bool:
   """Whether one is an inequality in one letter, and the other the interval or union of intervals of its solutions."""
-  wanted, found = (_inequality(x) or _intervals(x) for x in (gold, answer))
-  if not wanted or not found or (_inequality(gold) is None) == (_inequality(answer) is None):
+  wanted, found = (inequality(x) or intervals(x) for x in (gold, answer))
+  if not wanted or not found or (inequality(gold) is None) == (inequality(answer) is None):
     return False
   return _same_elements([(x,) for x in wanted], [(x,) for x in found])
 
 
-def _intervals(nodes: Nodes) -> list[Group] | None:
-  parts, signs = sides(nodes)
-  if signs == ["∈"] and is_name(parts[0]):
-    nodes = parts[1]
-  found = [part[0] for part in split(nodes, lambda node: is_op(node, frozenset("∪")))[0] if _is_bracket(part)]
-  groups = [node for node in found if isinstance(node, Group) and len(_elements(node.items)) == 2]
-  whole = len(groups) == 1 + sum(is_op(node, frozenset("∪")) for node in nodes)
-  return groups if whole else None
-
-
-def _inequality(nodes: Nodes) -> list[Group] | None:
-  """Returns the intervals of `1 < x \\le 2`, or of several inequalities joined by "or"."""
-  parts, separators = split(nodes, lambda node: node.kind == "sep")
-  if not set(separators) <= {"or"}:
-    return None
-  found = [_one_interval(part) for part in parts]
-  letters = {letter for letter, _ in filter(None, found)}
-  return [interval for _, interval in filter(None, found)] if None not in found and len(letters) == 1 else None
-
-
-def _one_interval(nodes: Nodes) -> tuple[str, Group] | None:
-  parts, signs = split(nodes, lambda node: is_op(node, RELATIONS))
-  if signs and set(signs) <= {">", ">="}:
-    parts, signs = parts[::-1], [_FLIPPED[sign] for sign in reversed(signs)]
-  if not signs or not set(signs) <= {"<", "<="} or not all(parts):
-    return None
-  infinity: Nodes = (Token("cmd", r"\infty"),)
-  names = [isinstance(part[0], Token) and part[0].kind == "letter" and len(part) == 1 for part in parts]
-  match names:
-    case [True, False]:  # x < b
-      parts, signs = [(Token("op", "-"), *infinity), *parts], ["<", *signs]
-    case [False, True]:  # a < x
-      parts, signs = [*parts, infinity], [*signs, "<"]
-    case [False, True, False]:
-      pass
-    case _:
-      return None
-  opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
-  return literal(parts[1])[0], Group(opening, closing, (*parts[0], Token("sep", ","), *parts[2]))
