@@ -348,7 +348,7 @@ def become_nobody(session: int, namespaces: bool, directory: str | None = None) 
       call("unshare", NEWUSER)  # It maps no ids. Processes are counted per user namespace.
       call("capset", struct.pack("<Ii", 0x20080522, 0), bytes(24))
     return
-  for uid in (2_000_000_000 + session % 1_000_000, 65534):  # A container may lack the first.
+  for uid in (2_000_000_000 + session % 1_000_000, 65534):
     try:
       if directory is not None:
         os.chown(directory, uid, uid)
@@ -357,7 +357,7 @@ def become_nobody(session: int, namespaces: bool, directory: str | None = None) 
       os.setresuid(uid, uid, uid)
       return
     except OSError:
-      continue
+      continue  # a container may lack the first user id
   raise OSError("No user id to run the session as.")
 
 
