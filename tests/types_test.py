@@ -1,4 +1,4 @@
-"""Checks that a trajectory makes of its log-probs."""
+"""A trajectory's checks of its log-probs."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def ours(
     zeros = jnp.zeros_like(batch.rewards)
     return policy_gradient(
       config, apply, params, batch, zeros + 1.0, 0, batch.tokens.shape[0],
-      denominator=jnp.sum(batch.action_mask), written=PolicyOutputs(zeros, zeros),
+      denominator=jnp.sum(batch.action_mask), outputs=PolicyOutputs(zeros, zeros),
     )  # fmt: skip
 
   jitted = jax.jit(parallel.on_mesh(gradient, mesh))

@@ -111,7 +111,8 @@ class RunningMeans:
   def advantages(self, trajectories: Sequence[Trajectory]) -> Float32[np.ndarray, "N"]:
     rewards = _rewards(trajectories)
     prompts, first, ids = _prompts([int(t.task_index) if self._per_prompt else 0 for t in trajectories])
-    buffers, seen = np.zeros((len(rewards), self._window), np.float32), np.zeros(len(rewards), np.int32)
+    rows = len(rewards) if self._per_prompt else 1  # not the number of prompts: each shape is compiled
+    buffers, seen = np.zeros((rows, self._window), np.float32), np.zeros(rows, np.int32)
     for row, prompt in enumerate(prompts):
       past = self._memory.get(prompt, ())
       buffers[row, : len(past)], seen[row] = past, len(past)

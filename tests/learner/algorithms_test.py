@@ -1,4 +1,4 @@
-"""Policy losses by name against their definitions, and updates whose pi_old matters."""
+"""Policy losses by name against their definitions, and updates in which π_old matters."""
 
 from __future__ import annotations
 

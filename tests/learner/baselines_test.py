@@ -1,4 +1,4 @@
-"""Baselines from rewards alone: their definitions, and that they survive a restart."""
+"""Baselines from rewards alone, against their definitions and across a restart."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def test_a_restored_baseline_goes_on_as_if_nothing_had_happened(name):
     np.testing.assert_array_equal(result, adv)
 
 
-def test_a_foreign_state_is_refused():
+def test_a_state_of_another_baseline_is_refused():
   with pytest.raises(ValueError, match="has no state to restore"):
     make("reinforce").restore({"0": [1.0]})

@@ -1,4 +1,4 @@
-"""Configs refuse what makes no sense, and say what they got and what they want."""
+"""Configs refuse invalid values, and say what was received and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervised step: its gradient, what it ignores, and that it learns."""
+"""The supervised step: its gradient, the tokens it ignores, and a run that learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner step against a float64 re-derivation, and the faults of PITFALLS that touch it."""
+"""The learner step against a float64 re-derivation, and the related PITFALLS."""
 
 from __future__ import annotations
 

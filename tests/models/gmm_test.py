@@ -1,4 +1,4 @@
-"""The TPU's grouped matmul, interpreted on CPU, against all experts on all tokens."""
+"""The TPU's grouped matmul, interpreted on CPU, against the dense implementation."""
 
 from __future__ import annotations
 

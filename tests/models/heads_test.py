@@ -1,4 +1,4 @@
-"""Fresh parameters and the callables of types.py."""
+"""Initial parameters, and the callables of `types`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small configs and NumPy references that the tests of this room share."""
+"""Small configs and NumPy references, shared by the tests of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder: packed rows, incremental decoding, and the pieces against NumPy."""
+"""The decoder: packed rows, incremental decoding, and its parts against NumPy."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_incremental_equals_full_in_any_chunking(name: str, data: st.DataObject)
       hidden, cache = extend(params, cache, fed, slots, done, count, live_len=MAX_LEN)
       advanced = count > 0
     else:
-      # Every row stops somewhere in the loop; it is fed something else from there on.
+      # Every row stops somewhere in the loop; after that it is fed other tokens.
       count = np.asarray([data.draw(st.integers(0, STEPS)) for _ in range(ROWS)], np.int32)
       count = np.minimum(count, MAX_LEN - done)
       fed, at, fed_count = (np.zeros(shape, np.int32) for shape in ((STEPS, SLOTS), SLOTS, SLOTS))
@@ -156,7 +156,7 @@ def test_incremental_equals_full_in_any_chunking(name: str, data: st.DataObject)
 
 
 def test_rows_of_one_slot_read_each_other() -> None:
-  """A context cut into several rows of one call, in the order of its tokens, is as if it were fed in one piece."""
+  """A context may be split into several rows of one call, in the order of its tokens."""
   model, _, extend, _ = _functions("dense")
   params, tokens = _params("dense"), _sequences()
   cuts = [(0, 5), (5, 4), (9, 2)]

@@ -1,4 +1,4 @@
-"""Slow references: NumPy float64, one loop each, written straight from the definitions."""
+"""Slow references in NumPy float64, one loop each, written from the definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which axes of a mesh split a dimension; that they do so on devices is in `sharding/`."""
+"""The choice of the axes that split a dimension. Other tests check it on devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as a process of its own with 8 virtual devices: the learner on meshes against the same computed off a mesh.
+"""Compares the learner on meshes of 8 virtual devices with the learner off a mesh, in a process of its own.
 
 Arguments: meshes for whole steps, then `--`, then meshes for the policy's loss and gradient alone.
 Last line of output: JSON, per mesh the largest absolute differences.

@@ -1,4 +1,4 @@
-"""Run as a process of its own with 8 virtual devices: layers that place themselves, against the same off a mesh.
+"""Compares layers on meshes of 8 virtual devices with the same layers off a mesh, in a process of its own.
 
 Last line of output: JSON, per case the largest difference of outputs and gradients relative to the largest number.
 """

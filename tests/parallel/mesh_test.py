@@ -1,4 +1,4 @@
-"""Mesh configs: sizes, the rest axis, and the errors."""
+"""Mesh configs: sizes, the axis that takes the rest, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table: every path of the models has a row; what has none, or does not divide, is refused by name."""
+"""The table: every path of the models has a rule; paths without one and sizes that do not divide are errors."""
 
 from __future__ import annotations
 

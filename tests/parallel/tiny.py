@@ -18,7 +18,7 @@ MODEL = ModelConfig(
   num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, num_shared_experts=1, router="sigmoid",
   tie_word_embeddings=False,
 )  # fmt: skip
-"""One layer (compiling is what these tests cost): experts, and a shared expert that is split as a dense layer is."""
+"""One layer, since compiling takes most of the time: experts, and a shared expert, which is split like a dense one."""
 MICROBATCHES, ROWS, LENGTH = 2, 8, 32
 # A large eps makes Adam's first step smooth in the gradient: its noise is compared, not the noise's sign.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2, max_grad_norm=None)
