@@ -90,7 +90,7 @@ class TaskSet:
     if task == "game_of_life_halting":  # The package only compares whether the texts are empty.
       return float(answer.strip().lower() == str(entry["answer"]).lower())
     score: float = self.dataset.score_answer(answer, entry)
-    if task == "coin_flip" and score:  # The package divides the digits that agree by the shorter number, so "0" is right.
+    if task == "coin_flip" and score:  # The package divides the equal digits by the shorter number, so "0" is right.
       score *= _coin_flip_share(answer, str(entry["answer"]))
     return score
 
