@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import conftest
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIBRARY = sorted((ROOT / "sao_jax").rglob("*.py"))
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
@@ -269,6 +271,8 @@ def test_test_files_mirror_modules():
   report([f"tests/{test} has a module: remove it from TESTS_WITHOUT_MODULE" for test in sorted(excepted & mirrored)])
   unused = [name for name in TESTS_WITHOUT_MODULE if not any(test.startswith(name) for test in excepted)]
   report([f"tests/{name} does not exist: remove it from TESTS_WITHOUT_MODULE" for name in unused])
+  gone = [name for name in conftest.LONGEST_FILES if name not in tests]
+  report([f"tests/{name} does not exist: remove it from LONGEST_FILES" for name in gone])
 
 
 @pytest.mark.parametrize(

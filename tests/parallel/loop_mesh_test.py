@@ -35,12 +35,13 @@ def assert_close(got: list[dict[str, Any]], want: list[dict[str, Any]], toleranc
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """Folders of all runs: one device; 8 devices, the last step on another mesh; two processes of 4 devices each."""
+  """Folders of all runs: one device; 8 devices, the last step and an async run on another mesh; two processes of 4
+  devices each. Runs on the same mesh share what is compiled."""
   root = tmp_path_factory.mktemp("runs")
   folder = str(root)
   one = processes.start(PROGRAM, folder, "one:data=1:sync:3", devices=1)
   eight = processes.start(
-    PROGRAM, folder, f"eight:{MESH}:sync:2", "eight:tensor=4,context=2:sync:3", "async:data=4,context=2:async:2",
+    PROGRAM, folder, f"eight:{MESH}:sync:2", "eight:tensor=4,context=2:sync:3", "async:tensor=4,context=2:async:2",
     devices=8,
   )  # fmt: skip
   reports = [processes.finish(process, LIMIT) for process in (one, eight)]

@@ -33,6 +33,8 @@ LEARNER: dict[str, Any] = {
   "rows_per_microbatch": 4,
   "min_microbatches": 4,
 }
+# For tests of the last stage alone: its first policy is random, its first critic the policy's copy.
+NO_STAGES: dict[str, Any] = {"warm_start": WarmStartConfig(), "critic": CriticConfig()}
 
 
 def tiny_config(**changes: Any) -> RunConfig:
@@ -142,7 +144,7 @@ def test_lagged_runs_repeat_bit_for_bit(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("max_staleness", [0, 3])
 def test_async_bounds_staleness_and_counts(max_staleness: int, tmp_path: pathlib.Path) -> None:
   engine = dataclasses.replace(tiny_config().engine, env_workers=4, env_timeout_s=30.0)
-  config = tiny_config(schedule="async", max_staleness=max_staleness, engine=engine, num_steps=5)
+  config = tiny_config(schedule="async", max_staleness=max_staleness, engine=engine, num_steps=5, **NO_STAGES)
   summary = loop.train(config, tiny_domain(sleep_s=0.002), tmp_path)
   rows, _ = read_metrics(tmp_path)
   assert summary is not None and summary["failed_episodes"] == 0
@@ -152,7 +154,7 @@ def test_async_bounds_staleness_and_counts(max_staleness: int, tmp_path: pathlib
 
 def test_async_overlaps_engine_and_learner(tmp_path: pathlib.Path) -> None:
   engine = dataclasses.replace(tiny_config().engine, env_workers=8, env_timeout_s=30.0, chunk_steps=1)
-  config = tiny_config(schedule="async", max_staleness=8, engine=engine, num_steps=12, eval_episodes=0)
+  config = tiny_config(schedule="async", max_staleness=8, engine=engine, num_steps=12, eval_episodes=0, **NO_STAGES)
   loop.train(config, tiny_domain(sleep_s=0.02), tmp_path)
   rows, _ = read_metrics(tmp_path)
   assert max(row["mixed_version_fraction"] for row in rows) > 0
@@ -187,7 +189,8 @@ def test_a_workdir_of_another_config_is_refused(stages_done: pathlib.Path) -> No
 
 
 def test_a_signal_saves_and_ends_and_the_next_run_goes_on(tmp_path: pathlib.Path) -> None:
-  config = tiny_config(num_steps=1_000, eval_episodes=0, checkpoint=CheckpointConfig(every_steps=1_000))
+  checkpoint = CheckpointConfig(every_steps=1_000)
+  config = tiny_config(num_steps=1_000, eval_episodes=0, checkpoint=checkpoint, **NO_STAGES)
   path = tmp_path / "metrics.jsonl"
 
   def send_when_running() -> None:
@@ -227,8 +230,6 @@ def test_an_engine_that_breaks_surfaces_in_the_loop(tmp_path: pathlib.Path) -> N
     raise OSError("no environment to be had")
 
   engine = dataclasses.replace(tiny_config().engine, env_workers=2, env_timeout_s=5.0)
-  config = tiny_config(
-    schedule="async", engine=engine, eval_episodes=0, critic=CriticConfig(), warm_start=WarmStartConfig()
-  )
+  config = tiny_config(schedule="async", engine=engine, eval_episodes=0, **NO_STAGES)
   with pytest.raises((OSError, RuntimeError)):
     loop.train(config, dataclasses.replace(domain, make_env=broken), tmp_path)
