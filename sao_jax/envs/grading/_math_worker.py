@@ -110,14 +110,15 @@ def given_answers(text: str) -> list[str]:
 def equal(gold: str, answer: str) -> bool:
   """Whether an answer is right for a reference; see `answer_kinds`. An answer that cannot be read is wrong."""
   try:
-    from sao_jax.envs.grading.answer_kinds import same_answer
+    from sao_jax.envs.grading.answer_kinds import same_answer, same_tokens
     from sao_jax.envs.grading.answer_tokens import UnreadableError
 
-    wanted = last_box(gold)
-    for found in given_answers(answer):
-      with contextlib.suppress(UnreadableError):  # It is another of the texts, or wrong.
-        if same_answer(wanted, found):
-          return True
+    wanted, given = last_box(gold), given_answers(answer)
+    for same in (same_tokens, same_answer):  # Values may take long: 10^{10^{10}}.
+      for found in given:
+        with contextlib.suppress(UnreadableError):  # It is another of the texts, or wrong.
+          if same(wanted, found):
+            return True
   except Exception as error:  # noqa: BLE001 (out of memory, too deep, or a fault of the parser: it cannot be read)
     logging.getLogger(__name__).debug("an answer could not be read: %r", error)
   return False
