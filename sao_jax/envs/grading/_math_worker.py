@@ -110,14 +110,15 @@ def given_answers(text: str) -> list[str]:
 def equal(gold: str, answer: str) -> bool:
   """Whether an answer is right for a reference; see `answer_kinds`. An answer that cannot be parsed is wrong."""
   try:
-    from sao_jax.envs.grading.answer_kinds import same_answer
+    from sao_jax.envs.grading.answer_kinds import same_answer, same_tokens
     from sao_jax.envs.grading.answer_tokens import UnreadableError
 
-    wanted = last_box(gold)
-    for found in given_answers(answer):
-      with contextlib.suppress(UnreadableError):  # The next candidate may be right.
-        if same_answer(wanted, found):
-          return True
+    wanted, given = last_box(gold), given_answers(answer)
+    for same in (same_tokens, same_answer):  # tokens first: values such as 10^{10^{10}} take long
+      for found in given:
+        with contextlib.suppress(UnreadableError):  # The next candidate may be right.
+          if same(wanted, found):
+            return True
   except Exception as error:  # noqa: BLE001 (out of memory, too deep, or a fault of the parser)
     logging.getLogger(__name__).debug("cannot parse an answer: %r", error)
   return False

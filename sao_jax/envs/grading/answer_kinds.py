@@ -79,6 +79,15 @@ def kind_of(gold: Nodes) -> Kind:
   return next(kind for kind in _kinds() if kind.fits(gold))
 
 
+def same_tokens(gold: str, answer: str) -> bool:
+  """Whether two answers are printed alike.
+
+  Raises:
+    UnreadableError: one of them cannot be read.
+  """
+  return literal(tokens(gold)) == literal(tokens(answer))
+
+
 def same_answer(gold: str, answer: str) -> bool:
   """Whether an answer is right for a reference. Neither has a box around it.
 

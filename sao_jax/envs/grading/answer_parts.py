@@ -119,6 +119,9 @@ def measure(nodes: Nodes) -> tuple[Nodes, tuple[str, ...]]:
   end = len(nodes)
   while end > 1:
     node, before = nodes[end - 1], nodes[end - 2]
+    is_angle = isinstance(node, Token) and node.text == "degree" and isinstance(before, Token)
+    if is_angle and any(isinstance(x, Token) and x.kind == "func" for x in nodes[:end]):
+      break  # of a sine, not its unit
     if isinstance(node, Token) and node.kind in ("word", "unit"):
       found.insert(0, unit(node.text) or node.text)
       end -= 1

@@ -118,7 +118,8 @@ def test_the_reference_decides_the_kind(gold: str, kind: str) -> None:
     (r"(-\infty, -5) \cup (-5, 2) \cup (2, \infty)", r"\mathbb{R} \setminus \{2, -5\}"),
     ("1 < x < 3", "(1, 3)"), ("(1, 3)", "1 < x < 3"), ("x = 2, y = 3", "(x, y) = (2, 3)"),
     ("(x, y) = (2, 3)", "y = 3, x = 2"), (r"\begin{cases} x = 2 \\ y = 3 \end{cases}", "(x, y) = (2, 3)"),
-    ("AB = 5", "5"), ("5", r"\large 5"),
+    ("AB = 5", "5"), ("5", r"\large 5"), (r"\tan 45^\circ", "1"),
+    (r"\frac{1}{8}", r"\sin 10^\circ \sin 50^\circ \sin 70^\circ"),
   ],
 )  # fmt: skip
 def test_right_answers(gold: str, answer: str) -> None:
@@ -156,7 +157,8 @@ def test_right_answers(gold: str, answer: str) -> None:
     (r"\text{No such } n \text{ exists}", "n"), ("a = 1, b = 2", "a=2, b=1"), ("a = 1, b = 2", "1, 2"),
     ("k = 2", "3"),
     ("70", r"x = 71 \quad x = 70"), ("70", r"71 \quad x = 70"), ("x = 70", r"x = 71 \quad x = 70"),
-    ("5", r"5 \text{ dozen}"), ("5", r"5 \text{ billion}"), ("5", r"5 \text{ squared}"), ("xy = 5", "5"),
+    (r"\sin 30^\circ", r"\sin 30"), ("5", r"5 \text{ dozen}"),
+    ("5", r"5 \text{ billion}"), ("5", r"5 \text{ squared}"), ("xy = 5", "5"),
     (r"6\pi\text{ cm}^2", r"6\pi\text{ square feet}"), (r"6\pi\text{ cm}", r"6\pi\text{ square cm}"),
     (r"\mathbb{R}", r"\mathbb{R} \setminus \{0\}"), (r"\mathbb{R} \setminus \{0\}", r"(-\infty, \infty)"),
     ("(1, 3)", r"1 < x \le 3"), ("x = 2, y = 3", "(x, y) = (3, 2)"), ("1, 2", "(x, y) = (1, 2)"),

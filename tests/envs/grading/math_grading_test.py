@@ -145,6 +145,7 @@ def test_the_last_box_counts(grader: MathGrader, gold: str, answer: str, equal: 
     ("12", "It is 12 and a half.", False),
     ("12", "3 * 4 = 12 apples, of 20.\n#### 12", True),
     ("12", "**12**", True),
+    ("10^{10^{10}}", "So it is $10^{10^{10}}$.", True),
     ("12", "It is 11 or 12.", False),
     ("71", "71\n70", False),
     ("70", "$71$ 70 $69$", False),
