@@ -203,7 +203,7 @@ def test_a_tuned_workdir_keeps_its_rates_without_the_flag(tmp_path, capsys):
   assert runner.learning_rate(other) == tiny_base.make_config().learner.policy_optimizer.learning_rate
   runner.print_rates()
   said = capsys.readouterr().out
-  assert f"those of {tmp_path / 'tuned.json'}; that of the base for {other.name}" in said and "for SAO" not in said
+  assert f"from {tmp_path / 'tuned.json'}; the base's for {other.name}" in said and "for SAO" not in said
   ablate.Runner("granularity", base=base, workdir=tmp_path / "untuned", quick=True, jobs=1).print_rates()
   assert not capsys.readouterr().out
 
