@@ -26,12 +26,12 @@ def make_outcome(*, in_background: bool) -> chaos.Outcome:
     {"step": 2, "staleness_mean": 0.5, "staleness_max": 1, "entropy": 0.4, "time_s": 7.0},
   ]
   host: dict[str, Any] = {
-    "waiting": [], "source": {"requests": {"cursor": 4, "again": []}}, "progress": {"seconds": 1.0},
+    "waiting": [], "schedule": {"requests": {"cursor": 4, "again": []}}, "metrics": {"seconds": 1.0},
   }  # fmt: skip
   if in_background:
     host = {
       "waiting": [4],
-      "source": {
+      "schedule": {
         "requests": {"cursor": 7, "again": [5]},
         "queue": {"dropped_stale": 1, "dropped_incomplete_group": 0, "failed": 0},
       },
@@ -46,7 +46,7 @@ def test_a_whole_outcome_passes():
   assert chaos.audit_rows(outcome, 2) == []
   other = copy.deepcopy(outcome)
   other.rows[1]["time_s"] = 9.0
-  other.host["progress"]["seconds"] = 3.0
+  other.host["metrics"]["seconds"] = 3.0
   assert chaos.audit_same(other, outcome) == []
   assert chaos.audit_episodes(make_outcome(in_background=True), max_staleness=1) == []
 
@@ -56,26 +56,26 @@ def test_rows_and_batches_that_differ_are_found():
   changed = copy.deepcopy(reference)
   changed.arrays["policy/w"][1] = np.nextafter(np.float32(1), np.float32(2))
   changed.rows[1]["entropy"] = 0.41
-  changed.host["source"]["requests"]["cursor"] = 5
+  changed.host["schedule"]["requests"]["cursor"] = 5
   changed.ledger[2]["episodes"] = [3, 2]
   assert chaos.audit_same(changed, reference) == [
-    "array policy/w differs", "rows, step 2: entropy differ", "resume state 'source' differs", "batches differ",
+    "array policy/w differs", "rows, step 2: entropy differ", "resume state 'schedule' differs", "batches differ",
   ]  # fmt: skip
   assert chaos.audit_same(dataclasses.replace(reference, rows=reference.rows[:1]), reference) != []
   doubled = dataclasses.replace(reference, rows=[*reference.rows, reference.rows[1]])
-  assert "wanted 1 to 2 once each" in chaos.audit_rows(doubled, 2)[0]
+  assert "expected 1 to 2 once each" in chaos.audit_rows(doubled, 2)[0]
   reference.ledger[2]["staleness"] = [2, 0]
-  assert "step 2: staleness 0.5 does not follow" in chaos.audit_rows(reference, 2)[0]
+  assert "step 2: staleness 0.5 does not match" in chaos.audit_rows(reference, 2)[0]
 
 
 @pytest.mark.parametrize(
   ("change", "fault"),
   [
     (lambda o: o.ledger[2].update(episodes=[2, 1]), "episodes [1] were trained on twice"),
-    (lambda o: o.host["waiting"].append(3), "episodes [3] were trained on and would be again"),
-    (lambda o: o.host["source"]["requests"].update(again=[]), "2 of 7 episodes are gone, 1 are counted"),
-    (lambda o: o.host["source"]["queue"].update(dropped_stale=0), "1 of 7 episodes are gone, 0 are counted"),
-    (lambda o: o.ledger[2].update(staleness=[2, 0]), "staleness 2 is more than 1"),
+    (lambda o: o.host["waiting"].append(3), "episodes [3] were trained on and would be trained on again"),
+    (lambda o: o.host["schedule"]["requests"].update(again=[]), "2 of 7 episodes are missing; 1 are counted"),
+    (lambda o: o.host["schedule"]["queue"].update(dropped_stale=0), "1 of 7 episodes are missing; 0 are counted"),
+    (lambda o: o.ledger[2].update(staleness=[2, 0]), "staleness 2 is above 1"),
   ],
 )
 def test_lost_and_doubled_episodes_are_found(change, fault):
