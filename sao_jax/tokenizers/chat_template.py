@@ -29,7 +29,7 @@ _TOOL: Mapping[str, Any] = {
 class ChatTemplate:
   """Renders messages in the format that the checkpoint was trained on.
 
-  Messages of all roles but the assistant are foreign text. Control tokens in them are marked (see `quoting`), and
+  Messages of all roles but the assistant are untrusted text. Control tokens in them are marked (see `quoting`), and
   `HFTokenizer` encodes those as plain text. Sampled actions are never rendered, so they are never encoded again: a
   conversation continues with `between`, which returns only the new text.
 

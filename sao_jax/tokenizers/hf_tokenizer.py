@@ -22,7 +22,7 @@ class HFTokenizer:
 
   Encoding adds no tokens: a chat template writes its own beginning-of-sequence token. Decoding leaves none out. A
   control token spelled out in the text is encoded as that token, except inside the marks of `quoting`, which
-  `ChatTemplate` puts around foreign text.
+  `ChatTemplate` puts around untrusted text.
 
   Args:
     serialized: the text of a `tokenizer.json`.
@@ -82,7 +82,7 @@ class HFTokenizer:
 
   @property
   def control_tokens(self) -> tuple[str, ...]:
-    """Tokens that foreign text must not forge: all added tokens, including tags like `<tool_call>`."""
+    """Tokens that untrusted text must not forge: all added tokens, including tags like `<tool_call>`."""
     return tuple(token.content for token in self._backend.get_added_tokens_decoder().values())
 
   def encode(self, text: str) -> list[int]:

@@ -84,7 +84,7 @@ class MathTokenizer:
   one step. With 1 every digit is a token. `decode(encode(text)) == text` for every text of printable ASCII and
   newlines. Any other character becomes the token `<|unk|>` and decodes to those seven characters.
 
-  Tags are recognised anywhere in the text. Code that puts foreign text, such as a tool's output, into a prompt must
+  Tags are recognised anywhere in the text. Code that puts untrusted text, such as a tool's output, into a prompt must
   break up the tags in it first, as the environments here do.
 
   Args:

@@ -1,4 +1,4 @@
-"""Quoting of foreign text in a template, so that it cannot forge control tokens.
+"""Quoting of untrusted text in a template, so that it cannot forge control tokens.
 
 A chat template joins trusted markup with untrusted contents. `quote` marks everything in a content that looks like a
 control token before the template is rendered. `split` finds the marks in the rendered text, so that a tokenizer can

@@ -28,7 +28,7 @@ class Template:
   end: str = base.Tag.END
   """End of an action."""
   reserved: tuple[str, ...] = ("<|",)
-  """Beginnings of tags. In foreign text a space breaks them up, so that it cannot fake a turn."""
+  """Beginnings of tags. In untrusted text a space breaks them up, so that it cannot fake a turn."""
 
   def __post_init__(self) -> None:
     for name in ("system", "user", "observation"):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from sao_jax.utils.extras import MissingExtraError
 from sao_jax.utils.limited_process import LineProcess
 
-_PATIENCE_S = 1.0
+_BUSY_WAIT_S = 1.0
 """Time to wait for a busy worker before starting another one. Most requests take milliseconds."""
 _RAISED_AS: Mapping[str, type[Exception]] = {"ValueError": ValueError, "MissingExtraError": MissingExtraError}
 _SETTINGS: Mapping[str, str] = {
@@ -114,8 +114,8 @@ class WorkerPool:
 
   def _take(self) -> _Worker:
     with self._changed:
-      patience = _PATIENCE_S if self._num_workers else 0.0
-      if not self._changed.wait_for(lambda: self._idle, patience) and self._num_workers < self._max_workers:
+      wait_s = _BUSY_WAIT_S if self._num_workers else 0.0
+      if not self._changed.wait_for(lambda: self._idle, wait_s) and self._num_workers < self._max_workers:
         self._num_workers += 1
         return _Worker(self._module, self._memory_bytes, self._start_timeout_s)
       self._changed.wait_for(lambda: self._idle)
