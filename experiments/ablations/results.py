@@ -243,7 +243,7 @@ def _smooth(values: Sequence[float], width: int = 11) -> np.ndarray:
 
 
 def versions() -> str:
-  """What the results were made with."""
+  """Library versions and settings behind the results."""
   import jax
 
   from sao_jax.version import __version__

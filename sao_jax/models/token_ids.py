@@ -8,7 +8,7 @@ from typing import Any
 
 KEYS: Mapping[str, str] = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id"}
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2}}
-"""What transformers takes, by model type, for keys that a `config.json` lacks; the other types have none."""
+"""Defaults of transformers, by model type, for keys that a `config.json` lacks. Other types have none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

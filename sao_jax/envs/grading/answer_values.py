@@ -405,7 +405,7 @@ class _Writer:
 
 
 def _argument_of_function(nodes: Nodes) -> Nodes:
-  r"""What a function without parentheses is applied to: `2x` in `\sin 2x \cos x` and in `\sin 2x \cdot y`."""
+  r"""Returns the argument of a function without parentheses: `2x` in `\sin 2x \cos x` and in `\sin 2x \cdot y`."""
   if nodes and isinstance(nodes[0], Group):
     return _in_radians(nodes[:1])[: int(_in_radians(nodes[:1]) != nodes[:1])]
   end = 0
