@@ -132,7 +132,7 @@ def test_overrides(command):
     ("--config.inner.eps_low=2", r"--config: config\.inner: eps_low must be in \[0, 1\]; received 2"),
     (
       "--config=nowhere.py",
-      r"no preset 'nowhere\.py'\. Available presets:\n(.*\n)+.*tool_math_cpu\.py  The main job",
+      r"no preset 'nowhere\.py'\. Available presets:\n(.*\n)+.*tool_math_cpu\.py  The default preset",
     ),
     ("--config=README.md", r"--config=README\.md is not a Python file: .*line \d+"),
     (

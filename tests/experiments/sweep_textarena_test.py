@@ -41,7 +41,7 @@ def test_play_for_luck_earns_more_than_bad_play() -> None:
   ("game", "fault"),
   [
     ("Set-v0", "worst play earns 20.000 at seed 0"),
-    ("Set-v0", "worst play earns 20.000, the best known"),
+    ("Set-v0", "worst play earns 20.000, the best known play"),
     ("FifteenPuzzle-v0", "best play earns 1 without success at seed 0"),
   ],
 )
@@ -55,10 +55,10 @@ def test_games_as_they_are_have_faults(monkeypatch: pytest.MonkeyPatch, game: st
 @pytest.mark.parametrize(
   ("pay", "fault"),
   [
-    (lambda reward: 1.0 - reward, "play earns 1.000, the best known 0.000"),
+    (lambda reward: 1.0 - reward, "play earns 1.000, the best known play 0.000"),
     (lambda reward: 2.0 * reward, "best play earns 2.000 at seed 0"),
     (lambda reward: 1.0, "nonsense play succeeds at seed 0"),
-    (lambda reward: 0.5, "silent play earns 0.500, the best known 0.500"),
+    (lambda reward: 0.5, "silent play earns 0.500, the best known play 0.500"),
   ],
 )
 def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch, pay: Callable[[float], float], fault: str) -> None:
@@ -69,7 +69,7 @@ def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch, pay: Callable[[float],
 
 def test_a_game_without_a_player_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(sweep_textarena, "GAMES", {})
-  assert sweep_textarena.check("Secretary-v0").faults == ["no player is known for SecretaryEnv"]
+  assert sweep_textarena.check("Secretary-v0").faults == ["there is no player for SecretaryEnv"]
 
 
 def test_the_search_finds_a_shortest_way_or_the_nearest_state() -> None:

@@ -96,7 +96,7 @@ def test_a_generation_config_of_an_older_save_does_not_stay(tmp_path: pathlib.Pa
   ],
 )
 def test_ids_of_another_kind_are_refused_by_file(
-  file: str, ids: dict[str, Any], message: str, tmp_path: pathlib.Path
+  own_checks: None, file: str, ids: dict[str, Any], message: str, tmp_path: pathlib.Path
 ) -> None:
   _publish("qwen3", tmp_path / "x", ids if file == "config.json" else {}, None if file == "config.json" else ids)
   with pytest.raises(ValueError, match=rf"/{file}: {message}"):

@@ -191,7 +191,9 @@ def test_masked_values_and_gradients_are_those_of_the_masked_tokens(shape, chunk
     gradients, outputs = masked(broken, lm_head, mask)
     wanted = jax.tree.leaves(full(hidden, lm_head, mask))
     for actual, expected in zip(jax.tree.leaves((gradients, list(outputs))), wanted, strict=True):
-      np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6, err_msg=name)
+      # Gradients are sums whose terms nearly cancel: rounding is that of the largest, also where a sum is small.
+      atol = 2e-6 * max(1.0, float(jnp.max(jnp.abs(expected))))
+      np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=atol, err_msg=name)
     for out in outputs:
       assert out.shape == shape and out.dtype == jnp.float32 and not np.asarray(out)[~mask].any()
   assert len(traces) == 1  # one program for every mask

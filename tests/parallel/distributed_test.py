@@ -21,7 +21,7 @@ def test_environment_is_read():
 
 @pytest.mark.parametrize("name", list(GOOD))
 def test_half_an_environment_is_refused(name):
-  with pytest.raises(ValueError, match=f"but {name} missing"):
+  with pytest.raises(ValueError, match=rf"received .*, but not {name}\."):
     distributed.initialize_from_environment({k: v for k, v in GOOD.items() if k != name})
 
 
