@@ -31,6 +31,7 @@ from sao_jax.parallel import copies, distributed
 
 _FORMAT = 1
 """Version of the folder's layout and contents; increased when older checkpoints can no longer be read."""
+_LISTING = checksums.LISTING
 _HOST_ARRAYS = "host.safetensors"
 _STEP = re.compile("0|[1-9][0-9]{0,17}")
 _PARTIAL = ".partial"
@@ -294,7 +295,7 @@ class Checkpointer:
     """Checks a checkpoint's files against its listing; raises one of `_DAMAGE` if any is missing or differs."""
     listing = checksums.verify(self.path(step))
     if listing.get("step", step) != step:  # older listings lack it
-      raise ValueError(f"it is the checkpoint of step {listing['step']} under another name")
+      raise ValueError(f"its {_LISTING} is that of step {listing['step']}, under another name")
 
   def _require_intact(self, step: int) -> None:
     self.wait()

@@ -11,14 +11,15 @@ from typing import Any
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.utils import untrusted_files
 
-_LISTING = "files.json"
+LISTING = "files.json"
+"""Name of the file that lists a checkpoint's files."""
 
 
 def write_listing(folder: pathlib.Path, fields: Mapping[str, Any]) -> None:
   """Writes `files.json` with `fields`, the size and checksum of every file in `folder`, and a checksum of its own."""
   files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
   listing = {**fields, "files": {path.relative_to(folder).as_posix(): of_file(path) for path in files}}
-  workdir_lib.atomic_write_json(folder / _LISTING, listing | {"crc32": of_json(listing)})
+  workdir_lib.atomic_write_json(folder / LISTING, listing | {"crc32": of_json(listing)})
 
 
 def read_listing(folder: pathlib.Path) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def read_listing(folder: pathlib.Path) -> dict[str, Any]:
     OSError: it is missing.
     ValueError: it is not a JSON object.
   """
-  return untrusted_files.read_object(folder / _LISTING)
+  return untrusted_files.read_object(folder / LISTING)
 
 
 def verify(folder: pathlib.Path) -> dict[str, Any]:
@@ -40,9 +41,9 @@ def verify(folder: pathlib.Path) -> dict[str, Any]:
   """
   listing = read_listing(folder)
   if listing.pop("crc32", None) != of_json(listing):
-    raise ValueError(f"the checksum of {_LISTING} itself is wrong")
+    raise ValueError(f"the checksum of {LISTING} itself is wrong")
   if not isinstance(listing["files"], dict):
-    raise ValueError(f"'files' of {_LISTING} must be an object; received {listing['files']!r:.200}")
+    raise ValueError(f"'files' of {LISTING} must be an object; received {listing['files']!r:.200}")
   paths = {name: untrusted_files.check_inside(folder, name) for name in listing["files"]}
   untrusted_files.check_folder(folder)  # before any file is read, here or by the caller
   for name, recorded in listing["files"].items():

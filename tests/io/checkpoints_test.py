@@ -341,7 +341,7 @@ def test_names_and_links_that_are_no_checkpoints_of_ours(tmp_path, caplog):
   assert (outside / "kept").exists() and not list(folder.glob("*.partial")) and not list(folder.glob("*.deleted"))
   # A copy under another name holds another step's state.
   shutil.copytree(folder / "1", folder / "9")
-  assert restored_step(tmp_path) == 2 and "it is the checkpoint of step 1 under another name" in caplog.text
+  assert restored_step(tmp_path) == 2 and "its files.json is that of step 1, under another name" in caplog.text
 
 
 @pytest.mark.parametrize("listing", ["[" * 100_000, "[]", "null", '{"crc32": NaN}', "\x00" * 100])

@@ -137,7 +137,7 @@ class ServerClient:
       await self._after_failure(attempt, failure)
     raise self._out_of_attempts(failure)
 
-  async def update_weights(self, directory: pathlib.Path, version: int) -> None:
+  async def publish(self, directory: pathlib.Path, version: int) -> None:
     """Makes the server use the weights in `directory` for every later completion.
 
     Args:
@@ -166,7 +166,7 @@ class ServerClient:
           await self._update(*self._newest)
 
   def _newest_label(self) -> str:
-    assert self._newest is not None, "update_weights() comes first"
+    assert self._newest is not None, "publish() comes first"
     return self._newest[1]
 
   async def _update(self, directory: pathlib.Path, label: str) -> None:

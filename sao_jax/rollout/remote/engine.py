@@ -243,7 +243,7 @@ class RemoteEngine:
     folder = self._folder / f"version-{version}-{time.time_ns()}"
     self._save_weights(params, folder)
     self._folders.append(folder)
-    self._loop.call(self._client.update_weights(folder, version), stop=stop)
+    self._loop.call(self._client.publish(folder, version), stop=stop)
     if stop is not None and stop.is_set():
       return  # the update may not have ended
     self._newest = params, version

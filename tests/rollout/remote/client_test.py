@@ -63,12 +63,12 @@ def client_of(url, folder, protocol, attempts=3):
 
 async def updated_while_it_waits(fake, client, folder, updates):
   """A request that is in the server's queue during so many updates."""
-  await client.update_weights(folder, 0)
+  await client.publish(folder, 0)
   running = asyncio.create_task(client.generate(PROMPT, max_tokens=4, seed=1))
   try:
     for version in range(1, updates + 1):
       await asyncio.to_thread(until, lambda version=version: len(fake.requests) == version)
-      await client.update_weights(folder, version)
+      await client.publish(folder, version)
     return await asyncio.wait_for(running, LONG_S)
   finally:
     running.cancel()
@@ -102,7 +102,7 @@ def test_without_an_update_an_empty_response_is_a_failure(case, tmp_path):
   protocol = case.partition("-")[0]
 
   async def run(client):
-    await client.update_weights(tmp_path, 0)
+    await client.publish(tmp_path, 0)
     try:
       await client.generate(PROMPT, max_tokens=4, seed=1)
     finally:
@@ -126,11 +126,11 @@ def test_this_librarys_server_aborts_waiting_requests_and_receives_them_again(pr
 
   async def run(url):
     client = client_of(url, tmp_path, protocol)
-    await client.update_weights(tmp_path / "0", 0)
+    await client.publish(tmp_path / "0", 0)
     assert (await asyncio.to_thread(call, f"{url}/pause?mode=wait", {}))[0] == 200
     running = asyncio.create_task(client.generate(PROMPT, max_tokens=4, seed=1))
     await asyncio.to_thread(until, lambda: made.outstanding)
-    await client.update_weights(tmp_path / "1", 1)
+    await client.publish(tmp_path / "1", 1)
     done, version = await asyncio.wait_for(running, LONG_S)
     await client.close()
     assert done.tokens.size and version == 1 and client.counts["failed_attempts"] == 0
