@@ -160,12 +160,16 @@ def masks(shape):
   return {"none": np.zeros(shape, bool), "all": np.ones(shape, bool), "one": one, "ragged": ragged}
 
 
+# XLA's own settings: the cheap compilation of the other tests rounds sums differently, beyond the bound below.
+ORDINARY = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
 @pytest.mark.parametrize(("shape", "chunk_size"), [((37,), 5), ((4, 19), 8), ((4, 19), 1_000), ((6, 3), 2), ((1,), 1)])
 def test_masked_values_and_gradients_are_those_of_the_masked_tokens(shape, chunk_size):
   hidden, lm_head, tokens = problem(shape)
   weights = np.random.default_rng(1).normal(size=(2, *shape)).astype(np.float32)
 
-  @jax.jit
+  @partial(jax.jit, compiler_options=ORDINARY)
   def full(h, w, mask):
     def total(h, w):
       every = logprobs.chunked_token_logprobs(h, w, tokens, temperature=0.7, chunk_size=chunk_size)
@@ -176,7 +180,7 @@ def test_masked_values_and_gradients_are_those_of_the_masked_tokens(shape, chunk
 
   traces = []
 
-  @jax.jit
+  @partial(jax.jit, compiler_options=ORDINARY)
   def masked(h, w, mask):
     traces.append(1)
 
@@ -191,9 +195,7 @@ def test_masked_values_and_gradients_are_those_of_the_masked_tokens(shape, chunk
     gradients, outputs = masked(broken, lm_head, mask)
     wanted = jax.tree.leaves(full(hidden, lm_head, mask))
     for actual, expected in zip(jax.tree.leaves((gradients, list(outputs))), wanted, strict=True):
-      # Gradients are sums whose terms nearly cancel: rounding is that of the largest, also where a sum is small.
-      atol = 2e-6 * max(1.0, float(jnp.max(jnp.abs(expected))))
-      np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=atol, err_msg=name)
+      np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6, err_msg=name)
     for out in outputs:
       assert out.shape == shape and out.dtype == jnp.float32 and not np.asarray(out)[~mask].any()
   assert len(traces) == 1  # one program for every mask
