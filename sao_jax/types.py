@@ -118,7 +118,8 @@ class CachedPolicy(NamedTuple):
   window: Callable[..., Window]
   """`(cache, slots [S], positions [S], *, steps, live_lens) -> window`: opens a loop of `steps` decode steps.
 
-  Row r of the loop is slot `slots[r]`; `slots` is a permutation of all slots. In step i the row is fed at
+  Row r of the loop is slot `slots[r]`; `slots` is a permutation of all slots. A NumPy array of 0 .. S - 1 saves a copy, if
+  the model recognizes it. In step i the row is fed at
   `positions[r] + i`; it attends to the cache before `positions[r]`, and to the loop's own tokens. `live_lens` are
   static. The rows form `len(live_lens)` groups of equal size, in this order. `live_lens[g]` is an upper bound of
   `positions + steps` for every row of group g whose hidden states are needed. It may exceed the cache's `max_len`,
