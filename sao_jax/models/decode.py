@@ -4,9 +4,9 @@ At a few dozen rows per step, most of the cost of an operation is its overhead. 
 
 * Small kernels that share an input are joined, once per version of the weights (`prepare`).
 * A loop of C steps works on a window: the context, and C more columns for the loop's own tokens. Step i then writes
-  column `W - C + i` of all rows with one slice instead of a scatter. The order of columns has no influence on attention,
-  so a row whose context is shorter leaves a gap, which is masked. At the end, only the tokens that were fed go back into
-  the cache (`merge_window`).
+  column `W - C + i` of all rows with one slice instead of a scatter. The order of columns has no influence on
+  attention, so a row whose context is shorter leaves a gap, which is masked. At the end, only the tokens that were fed
+  go back into the cache (`merge_window`).
 * Rows may come in groups whose windows differ in length, so that a long context is not paid for by all rows.
 * The angles of all C steps are computed before the loop. Queries and keys are normalised and rotated together.
 

@@ -7,6 +7,7 @@ then.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,9 @@ def cached_on_mesh(
     step=on_mesh(step, mesh),
     lm_head=policy.lm_head,
     merge=merge,
-    placement=SlotPlacement(NamedSharding(mesh, slots), replicated(mesh), dispatching),
+    placement=SlotPlacement(
+      NamedSharding(mesh, slots), replicated(mesh), dispatching, math.prod(mesh.shape[axis] for axis in ROWS)
+    ),
   )
 
 
