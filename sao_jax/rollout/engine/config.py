@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
-_REMOVED = {
+_REMOVED: Mapping[str, str] = {
   "prefill_rows": "set token_budget, the number of prompt tokens per step.",
   "prefill_tokens": "set token_budget, the number of prompt tokens per step.",
   "live_buckets": "context lengths are chosen by the engine. Delete the setting.",
