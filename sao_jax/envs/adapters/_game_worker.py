@@ -1,7 +1,7 @@
 """The games of `hosted_game`, in the process that plays them (see `scoring_process`).
 
-A request is `[key, make, method, arguments, history]`. `make` holds the caller's `sys.path` and the pickled function that makes
-the game, in base64.
+A request is `[key, make, method, arguments, history]`. `make` holds the caller's `sys.path` and the pickled function
+that makes the game, in base64.
 `history` is null or `[task_index, moves]`, from which a lost game is played again.
 """
 
