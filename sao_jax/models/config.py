@@ -1,4 +1,4 @@
-"""`ModelConfig`: the architecture of llama, qwen3, qwen3_moe and glm4_moe decoders."""
+"""`ModelConfig`: the architecture of a decoder of one of the `MODEL_TYPES`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sao_jax.models.token_ids import TokenIds
 
-MODEL_TYPES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 DTYPES = ("float32", "bfloat16", "float16")
 MOE_IMPLEMENTATIONS = ("auto", "ragged", "blocks", "dense", "gmm")
 ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "heads_first", "chunked", "splash")

@@ -1,4 +1,4 @@
-"""Conversion between `ModelConfig` and the Hugging Face `config.json` of llama, qwen3, qwen3_moe and glm4_moe.
+"""Conversion between `ModelConfig` and the Hugging Face `config.json` of the types in `config.MODEL_TYPES`.
 
 An unknown key is an error unless its value is empty (null, false, [] or {}). A switch that the decoder does not support
 is an error that names it. Missing keys get the defaults of transformers, which differ by family.
@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sao_jax.models import token_ids
+from sao_jax.models.checkpoints.hf_keys import Keys
 from sao_jax.models.config import DTYPES, MODEL_TYPES, ModelConfig, RopeScaling
-
-_MISSING = object()
 
 # Keys without an effect on the decoder: bookkeeping, special tokens, initial values, training-only losses.
 _INERT = frozenset(
@@ -22,12 +21,15 @@ _INERT = frozenset(
     "architectures",
     "auto_map",
     "chunk_size_feed_forward",
+    "finetuned",
+    "finetuning_task",
     "id2label",
     "initializer_range",
     "is_llama_config",
     "label2id",
     "max_window_layers",
     "model_type",
+    "num_labels",
     "num_mtp_layers",
     "num_nextn_predict_layers",
     "output_router_logits",
@@ -83,6 +85,7 @@ _NOT_IN_CONFIG = frozenset({
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   "llama": {"max_position_embeddings": 2048},
+  "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
   "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
   "qwen3_moe": {
     "num_key_value_heads": 4,
@@ -104,42 +107,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class _Keys:
-  """Keys of a JSON object. Each can be taken once, and `finish` refuses keys that are left."""
-
-  def __init__(self, values: Mapping[str, Any], source: str):
-    self._left = dict(values)
-    self._source = source
-
-  def take(self, *names: str, default: Any = _MISSING) -> Any:
-    """Returns the value of the first of `names` (old and new spellings) that is present and not null."""
-    found = [self._left.pop(name) for name in names if name in self._left]
-    found = [value for value in found if value is not None]
-    if any(value != found[0] for value in found):
-      raise ValueError(f"{self._source}: {' and '.join(names)} mean the same but differ: {found}.")
-    if found:
-      return found[0]
-    if default is _MISSING:
-      raise ValueError(f"{self._source} has no {' or '.join(names)}.")
-    return default
-
-  def take_all(self, *names: str) -> dict[str, Any]:
-    """Returns the values of those `names` that are present, including nulls."""
-    return {name: self._left.pop(name) for name in names if name in self._left}
-
-  def require(self, name: str, allowed: tuple[Any, ...]) -> None:
-    """Raises ValueError if the value of `name` is not allowed. The first allowed value is the default."""
-    value = self.take(name, default=allowed[0])
-    if value not in allowed:
-      raise ValueError(f"{self._source}: {name} = {value!r:.200} is not supported; allowed: {list(allowed)}.")
-
-  def finish(self, inert: frozenset[str] = frozenset()) -> None:
-    left = {k: v for k, v in self._left.items() if k not in inert and not k.startswith("_")}
-    unknown = {k: v for k, v in left.items() if v is not None and v is not False and v not in ([], {})}
-    if unknown:
-      raise ValueError(f"{self._source}: these keys are not supported: {unknown!r:.500}.")
-
-
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
   """Reads the contents of a `config.json`.
 
@@ -155,7 +122,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
   model_type = values.get("model_type")
   if model_type not in MODEL_TYPES:
     raise ValueError(f"config.json: model_type must be one of {MODEL_TYPES}; received {model_type!r:.200}.")
-  keys = _Keys({**_aliases_of_defaults(model_type, values), **values}, f"config.json of type {model_type}")
+  keys = Keys({**_aliases_of_defaults(model_type, values), **values}, f"config.json of type {model_type}")
   _refuse_unsupported(keys, model_type)
   heads = keys.take("num_attention_heads")
   hidden = keys.take("hidden_size")
@@ -172,13 +139,13 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     "tie_word_embeddings": keys.take("tie_word_embeddings", default=False),
     "norm_eps": keys.take("rms_norm_eps", default=1e-6),
     "max_position_embeddings": keys.take("max_position_embeddings", default=32_768),
-    "qk_norm": keys.take("use_qk_norm", default=False) if model_type == "glm4_moe" else model_type != "llama",
-    "attention_bias": keys.take("attention_bias", default=False),
+    "qk_norm": keys.take("use_qk_norm", default=False) if model_type == "glm4_moe" else model_type.startswith("qwen3"),
+    "attention_bias": keys.take("attention_bias", default=False) or model_type == "qwen2",  # always there
     "mlp_bias": keys.take("mlp_bias", default=False) if model_type == "llama" else False,
     "token_ids": token_ids.from_hf(keys.take_all(*token_ids.KEYS.values()), model_type),
     "param_dtype": str(keys.take("dtype", "torch_dtype", default="float32")).removeprefix("torch."),
   }
-  fields["attention_out_bias"] = fields["attention_bias"] and model_type != "glm4_moe"
+  fields["attention_out_bias"] = fields["attention_bias"] and model_type not in ("qwen2", "glm4_moe")
   fields |= _rope(keys, model_type, fields["max_position_embeddings"])
   fields |= _experts(keys, model_type)
   _refuse_sliding_window(keys, layers)
@@ -198,17 +165,20 @@ def _aliases_of_defaults(model_type: str, values: Mapping[str, Any]) -> dict[str
   return {name: value for name, value in _DEFAULTS[model_type].items() if name not in given}
 
 
-def _refuse_unsupported(keys: _Keys, model_type: str) -> None:
+def _refuse_unsupported(keys: Keys, model_type: str) -> None:
   keys.require("hidden_act", ("silu", "swish"))
   keys.require("attention_dropout", (0.0,))
   keys.require("rope_interleaved", (False,))
+  keys.require("is_causal", (True,))
+  if model_type == "qwen2":
+    keys.require("qkv_bias", (True,))
   if model_type in ("qwen3", "qwen3_moe"):  # Published files of Qwen3-Coder have it.
     keys.require("use_qk_norm", (True,))
   if model_type == "qwen3_moe":
     keys.require("shared_expert_intermediate_size", (0,))
 
 
-def _refuse_sliding_window(keys: _Keys, layers: int) -> None:
+def _refuse_sliding_window(keys: Keys, layers: int) -> None:
   used = keys.take("use_sliding_window", default=False)
   window = keys.take("sliding_window", default=None)
   first = keys.take("max_window_layers", default=0)
@@ -222,7 +192,7 @@ def _refuse_sliding_window(keys: _Keys, layers: int) -> None:
     )
 
 
-def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[str, Any]:
+def _rope(keys: Keys, model_type: str, max_position_embeddings: int) -> dict[str, Any]:
   """Reads the rotary settings from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
   new, old = keys.take("rope_parameters", default=None), keys.take("rope_scaling", default=None)
   values = dict(old or new or {})
@@ -233,7 +203,7 @@ def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[st
   outer_theta = keys.take("rope_theta", default=10_000.0)
   outer_factor = keys.take("partial_rotary_factor", default=1.0)
   outer_length = keys.take("original_max_position_embeddings", default=None)
-  rope = _Keys(values, "config.json: rope parameters")
+  rope = Keys(values, "config.json: rope parameters")
   theta = rope.take("rope_theta", default=outer_theta)
   rotated = rope.take("partial_rotary_factor", default=outer_factor)
   if rotated != 1.0 and model_type != "glm4_moe":
@@ -246,7 +216,7 @@ def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[st
   return {"rope_theta": float(theta), "partial_rotary_factor": rotated, "rope_scaling": scaling}
 
 
-def _scaling(rope: _Keys, rope_type: str, length: int, max_position_embeddings: int) -> RopeScaling:
+def _scaling(rope: Keys, rope_type: str, length: int, max_position_embeddings: int) -> RopeScaling:
   if rope_type == "default":
     rope.take("factor", default=None)  # transformers ignores it too
     return RopeScaling()
@@ -278,7 +248,7 @@ def _scaling(rope: _Keys, rope_type: str, length: int, max_position_embeddings: 
   raise ValueError(f"config.json: rope_type = {rope_type!r} is not supported; allowed: default, linear, llama3, yarn.")
 
 
-def _experts(keys: _Keys, model_type: str) -> dict[str, Any]:
+def _experts(keys: Keys, model_type: str) -> dict[str, Any]:
   if model_type not in ("qwen3_moe", "glm4_moe"):
     return {}
   fields: dict[str, Any] = {
@@ -307,6 +277,7 @@ def _experts(keys: _Keys, model_type: str) -> dict[str, Any]:
 
 _ARCHITECTURES: Mapping[str, str] = {
   "llama": "LlamaForCausalLM",
+  "qwen2": "Qwen2ForCausalLM",
   "qwen3": "Qwen3ForCausalLM",
   "qwen3_moe": "Qwen3MoeForCausalLM",
   "glm4_moe": "Glm4MoeForCausalLM",
@@ -343,6 +314,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
   }
   values |= {
     "llama": {"mlp_bias": config.mlp_bias},
+    "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False},
     "qwen3_moe": {"use_sliding_window": False, **_softmax_experts_to_hf(config)},
     "glm4_moe": {

@@ -23,7 +23,7 @@ from sao_jax.types import Params
 from tests.models import tiny
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
-TYPES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 
 
 @functools.cache
@@ -217,6 +217,9 @@ def test_fused_experts_and_other_spellings(model_type: str, tmp_path: pathlib.Pa
     ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, "num_layers", 2),  # from 28 on
     ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "rope_theta", 7.0),
     ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}, "qk_norm", True),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, "num_layers", 2),  # from 28 on
+    ("qwen2", {"attention_bias": False, "use_mrope": False}, "attention_bias", True),  # as in transformers
+    ("qwen2", {"is_causal": True, "finetuned": True, "num_labels": 2}, "attention_out_bias", False),
     ("llama", {"max_length": 4096, "temperature": 0.6, "top_p": 0.9, "num_beams": 1}, "num_layers", 2),
   ],
 )
@@ -242,6 +245,15 @@ def test_config_keys(model_type: str, changes: dict[str, Any], field: str, want:
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}}, "mrope_section"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows are not supported"),
+    (
+      "qwen2",
+      {"use_sliding_window": True, "layer_types": None, "sliding_window": 9, "max_window_layers": 1},
+      "sliding windows are not supported; received use_sliding_window = True, sliding_window = 9",
+    ),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows are not supported"),
+    ("qwen2", {"qkv_bias": False}, "qkv_bias = False"),
+    ("qwen2", {"use_mrope": True}, "use_mrope"),
+    ("llama", {"is_causal": False}, "is_causal = False"),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, "sliding windows are not supported"),
     ("qwen3_moe", {"num_experts": 8}, "mean the same but differ"),
     ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
@@ -258,6 +270,12 @@ def test_config_keys(model_type: str, changes: dict[str, Any], field: str, want:
 def test_unsupported_switches_are_named(model_type: str, changes: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     config_from_hf(_values(model_type, **changes))
+
+
+def test_a_sliding_window_may_be_the_familys_default() -> None:
+  values = _values("qwen2", use_sliding_window=True, max_window_layers=1)
+  with pytest.raises(ValueError, match="sliding_window = 4096"):
+    config_from_hf({name: value for name, value in values.items() if name not in ("sliding_window", "layer_types")})
 
 
 def test_wrong_tensors_are_named(tmp_path: pathlib.Path) -> None:
