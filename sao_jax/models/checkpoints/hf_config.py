@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sao_jax.models import token_ids
+from sao_jax.models.checkpoints import hf_latent
 from sao_jax.models.checkpoints.hf_keys import Keys
 from sao_jax.models.config import DTYPES, MODEL_TYPES, ModelConfig, RopeScaling
 
@@ -104,6 +105,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "norm_topk_prob": True,
     "max_position_embeddings": 131_072,
   },
+  **hf_latent.DEFAULTS,
 }
 
 
@@ -148,8 +150,10 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
   fields["attention_out_bias"] = fields["attention_bias"] and model_type not in ("qwen2", "glm4_moe")
   fields |= _rope(keys, model_type, fields["max_position_embeddings"])
   fields |= _experts(keys, model_type)
+  if model_type in hf_latent.LATENT_TYPES:
+    fields |= hf_latent.read(keys, model_type, layers)
   _refuse_sliding_window(keys, layers)
-  keys.finish(_INERT | _OF_GENERATION)
+  keys.finish(_INERT | _OF_GENERATION | (hf_latent.INERT if model_type in hf_latent.LATENT_TYPES else frozenset()))
   if fields["param_dtype"] not in DTYPES:
     raise ValueError(f"config.json: dtype must be one of {DTYPES}; received {fields['param_dtype']!r}.")
   return ModelConfig(**fields)
@@ -158,8 +162,9 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
 def _aliases_of_defaults(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the defaults of the family, without those that the file sets under another name."""
   given = set(values)
-  if given & {"num_experts", "num_local_experts", "n_routed_experts"}:
-    given.add("num_experts")
+  names = {"num_experts", "num_local_experts", "n_routed_experts"}
+  if given & names:
+    given |= names
   if any("partial_rotary_factor" in (values.get(name) or {}) for name in ("rope_parameters", "rope_scaling")):
     given.add("partial_rotary_factor")
   return {name: value for name, value in _DEFAULTS[model_type].items() if name not in given}
@@ -233,14 +238,13 @@ def _scaling(rope: Keys, rope_type: str, length: int, max_position_embeddings: i
   if rope_type == "yarn":
     factor = float(rope.take("factor", default=max_position_embeddings / length))
     attention_factor = rope.take("attention_factor", default=None)
-    scale, scale_all = rope.take("mscale", default=0), rope.take("mscale_all_dim", default=0)
-    if attention_factor is None and scale and scale_all:
-      attention_factor = RopeScaling.yarn_attention(factor, scale) / RopeScaling.yarn_attention(factor, scale_all)
     return RopeScaling(
       rope_type=rope_type,
       factor=factor,
       original_max_position_embeddings=length,
       attention_factor=None if attention_factor is None else float(attention_factor),
+      mscale=float(rope.take("mscale", default=0.0)),
+      mscale_all_dim=float(rope.take("mscale_all_dim", default=0.0)),
       beta_fast=float(rope.take("beta_fast", default=32.0)),
       beta_slow=float(rope.take("beta_slow", default=1.0)),
       truncate=rope.take("truncate", default=True),
@@ -249,7 +253,7 @@ def _scaling(rope: Keys, rope_type: str, length: int, max_position_embeddings: i
 
 
 def _experts(keys: Keys, model_type: str) -> dict[str, Any]:
-  if model_type not in ("qwen3_moe", "glm4_moe"):
+  if model_type not in ("qwen3_moe", "glm4_moe", *hf_latent.LATENT_TYPES):
     return {}
   fields: dict[str, Any] = {
     "num_experts": keys.take("num_experts", "num_local_experts", "n_routed_experts"),
@@ -265,14 +269,16 @@ def _experts(keys: Keys, model_type: str) -> dict[str, Any]:
     }
   keys.require("scoring_func", ("sigmoid",))
   keys.require("topk_method", ("noaux_tc",))
-  return fields | {
+  fields |= {
     "router": "sigmoid",
     "routed_scaling_factor": float(keys.take("routed_scaling_factor", default=1.0)),
     "n_group": keys.take("n_group", default=1),
     "topk_group": keys.take("topk_group", default=1),
     "num_shared_experts": keys.take("n_shared_experts", default=1),
-    "first_dense_layers": keys.take("first_k_dense_replace", default=1),
   }
+  if model_type != "glm_moe_dsa":  # see `hf_latent`
+    fields["first_dense_layers"] = keys.take("first_k_dense_replace", default=1)
+  return fields
 
 
 _ARCHITECTURES: Mapping[str, str] = {
@@ -281,6 +287,8 @@ _ARCHITECTURES: Mapping[str, str] = {
   "qwen3": "Qwen3ForCausalLM",
   "qwen3_moe": "Qwen3MoeForCausalLM",
   "glm4_moe": "Glm4MoeForCausalLM",
+  "deepseek_v3": "DeepseekV3ForCausalLM",
+  "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
 
 
@@ -322,7 +330,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
       "partial_rotary_factor": config.partial_rotary_factor,
       **_sigmoid_experts_to_hf(config),
     },
-  }[config.model_type]
+  }.get(config.model_type, {})
+  if config.model_type in hf_latent.LATENT_TYPES:
+    values |= _sigmoid_experts_to_hf(config) | hf_latent.write(config)
   _check_round_trip(config, values)
   return values
 
@@ -333,10 +343,12 @@ def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
   names = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-  }[scaling.rope_type]
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate",
+             "mscale", "mscale_all_dim"),
+  }[scaling.rope_type]  # fmt: skip
   values = {name: getattr(scaling, name) for name in names}
-  return {"rope_type": scaling.rope_type, **{name: value for name, value in values.items() if value is not None}}
+  unset = {"attention_factor": None, "mscale": 0.0, "mscale_all_dim": 0.0}
+  return {"rope_type": scaling.rope_type, **{k: v for k, v in values.items() if k not in unset or v != unset[k]}}
 
 
 def _softmax_experts_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -377,6 +389,7 @@ def _check_round_trip(config: ModelConfig, values: Mapping[str, Any]) -> None:
 
 
 def is_mtp_tensor(name: str, config: ModelConfig) -> bool:
-  """Whether a tensor belongs to the multi-token-prediction layers that GLM appends, which the decoder does not use."""
+  """Whether a tensor is of the multi-token-prediction layers that GLM and DeepSeek append; the decoder has none."""
   match = re.match(r"model\.layers\.(\d+)\.", name)
-  return config.model_type == "glm4_moe" and match is not None and int(match.group(1)) >= config.num_layers
+  appended = match is not None and int(match.group(1)) >= config.num_layers
+  return appended and config.model_type in ("glm4_moe", *hf_latent.LATENT_TYPES)

@@ -23,7 +23,7 @@ from sao_jax.types import Params
 from tests.models import tiny
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
-TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
 
 
 @functools.cache
