@@ -196,8 +196,7 @@ def compile_at_depth(
   """Compiles all layers, or two depths with the dense and some sparse layers and extrapolates from them."""
   if _EXACT.value or model.num_layers <= _EXACT_UP_TO:
     return compile_model(model), f"{model.num_layers} layers compiled"
-  shallow = model.first_dense_layers + 1
-  deep = shallow + _period(model)
+  shallow, deep = two_depths(model)
   programs = [compile_model(at_depth(model, depth)) for depth in (shallow, deep)]
   steps = (model.num_layers - deep) / (deep - shallow)
   how = f"{model.num_layers} layers, extrapolated from {shallow} and {deep}"
@@ -209,10 +208,11 @@ def at_depth(model: ModelConfig, depth: int) -> ModelConfig:
   return dataclasses.replace(model, num_layers=depth, indexer_types=model.indexer_types[:depth])
 
 
-def _period(model: ModelConfig) -> int:
-  """Number of layers, 2 or more, after which the kinds of expert layers repeat."""
+def two_depths(model: ModelConfig) -> tuple[int, int]:
+  """Depths with one expert layer and with 2 or more further ones, after which the kinds of expert layers repeat."""
   full = [i for i, kind in enumerate(model.indexer_types) if kind == "full" and i >= model.first_dense_layers]
-  return max(2, full[1] - full[0]) if len(full) > 1 else 2
+  shallow = model.first_dense_layers + 1
+  return shallow, shallow + (max(2, full[1] - full[0]) if len(full) > 1 else 2)
 
 
 def _compile(name: str, learner: LearnerConfig, mesh: Mesh, load: aot.Workload, model: ModelConfig) -> aot.Program:

@@ -16,7 +16,7 @@ key/value heads; Dh head_dim; D hidden_size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -29,7 +29,7 @@ from sao_jax.models.layers import LayerCache, apply_rope, rms_norm, rope_tables,
 from sao_jax.models.moe import MoE
 from sao_jax.types import Cache, Params
 
-_TIME = {"key": 2, "value": 1, "latent": 0, "index_key": 0}
+_TIME: Mapping[str, int] = {"key": 2, "value": 1, "latent": 0, "index_key": 0}
 """Axis of time of each cached array, in one slot."""
 _MASKED = -1e30  # finite: a row without allowed keys gives a uniform softmax, not NaN
 
