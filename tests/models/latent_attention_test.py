@@ -12,9 +12,20 @@ import numpy as np
 import pytest
 
 from sao_jax.learner import partition
-from sao_jax.models import cached_policy, latent_attention, layers, policy_apply
+from sao_jax.learner.state import init_state
+from sao_jax.learner.update import make_update_step
+from sao_jax.models import (
+  cached_policy,
+  init_critic,
+  init_policy,
+  latent_attention,
+  layers,
+  policy_apply,
+  value_apply,
+)
 from sao_jax.models.latent_attention import LatentAttention
 from tests.models import tiny
+from tests.parallel import tiny as learner_tiny
 
 LENGTH = 12
 CONFIG = tiny.indexed()
@@ -178,6 +189,27 @@ def test_bfloat16_computes_in_bfloat16() -> None:
   np.testing.assert_allclose(half.astype(jnp.float32), full, atol=0.1)
   cache = jax.eval_shape(lambda: cached_policy(config).init_cache(2, 16))
   assert {array.dtype for array in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16")}
+
+
+def test_a_learner_step_moves_everything_but_the_indexer_and_the_frozen_attention() -> None:
+  config = tiny.indexed(num_layers=2, indexer_types=("full", "shared"), vocab_size=64, remat="full")
+  rng = np.random.default_rng(1)
+  policy, critic = (learner_tiny.fill(config, init, rng) for init in (init_policy, init_critic))
+  settings = dataclasses.replace(learner_tiny.LEARNER, critic_updates=1)
+  state = init_state(settings, policy, critic)
+  step = make_update_step(settings, policy_apply(config), value_apply(config), jit=False)
+  count = jnp.asarray(learner_tiny.MICROBATCHES, jnp.int32)
+  new, metrics = jax.jit(step)(state, learner_tiny.make_batch(), count)
+  assert all(np.isfinite(x) or np.isnan(x) for x in metrics.values())
+
+  def moved(before: Any, after: Any) -> dict[tuple[str, ...], bool]:
+    flat = jax.tree_util.tree_flatten_with_path(jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after))[0]
+    return {partition.path_components(path): value for path, value in flat}
+
+  for path, value in moved(policy, new.policy).items():
+    assert value != bool({"indexer", "correction_bias"} & set(path)), path
+  for path, value in moved(critic, new.critic).items():
+    assert value != bool({"attention", "correction_bias"} & set(path)), path
 
 
 def test_the_critic_freezes_latents_and_indexer_with_its_attention() -> None:

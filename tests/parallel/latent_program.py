@@ -74,7 +74,8 @@ def difference(got: Any, want: Any) -> float:
 def main(meshes: list[str]) -> None:
   params = tiny.policy_params(CONFIG)
   wanted_gradient = gradient(params, None)
-  full = policy_apply(CONFIG)(params, TOKENS, np.tile(np.arange(LENGTH), (ROWS, 1)), np.ones_like(TOKENS)).hidden
+  at = np.tile(np.arange(LENGTH), (ROWS, 1))
+  full = jax.jit(policy_apply(CONFIG))(params, TOKENS, at, np.ones_like(TOKENS)).hidden
   wanted_hidden = jnp.swapaxes(full[:, PROMPT:], 0, 1)
   report = {"decode off a mesh": {"decode": difference(decode(params, cached_policy(CONFIG)), wanted_hidden)}}
   for text in meshes:
