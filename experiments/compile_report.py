@@ -275,14 +275,26 @@ def report_program(
 def compile_at_depth(
   compile_model: Callable[[ModelConfig], aot.Program], model: ModelConfig
 ) -> tuple[aot.Program, str]:
-  """Compiles all layers, or two depths with a dense and some sparse layers and extrapolates from them."""
+  """Compiles all layers, or two depths with the dense and some sparse layers and extrapolates from them."""
   if _EXACT.value or model.num_layers <= _EXACT_UP_TO:
     return compile_model(model), f"{model.num_layers} layers compiled"
-  shallow, deep = model.first_dense_layers + 1, model.first_dense_layers + 3
-  programs = [compile_model(dataclasses.replace(model, num_layers=depth)) for depth in (shallow, deep)]
+  shallow, deep = two_depths(model)
+  programs = [compile_model(at_depth(model, depth)) for depth in (shallow, deep)]
   steps = (model.num_layers - deep) / (deep - shallow)
   how = f"{model.num_layers} layers, extrapolated from {shallow} and {deep}"
   return programs[1].extrapolate(programs[0], steps), how
+
+
+def at_depth(model: ModelConfig, depth: int) -> ModelConfig:
+  """The first `depth` layers of a model."""
+  return dataclasses.replace(model, num_layers=depth, indexer_types=model.indexer_types[:depth])
+
+
+def two_depths(model: ModelConfig) -> tuple[int, int]:
+  """Depths with one expert layer and with 2 or more further ones, after which the kinds of expert layers repeat."""
+  full = [i for i, kind in enumerate(model.indexer_types) if kind == "full" and i >= model.first_dense_layers]
+  shallow = model.first_dense_layers + 1
+  return shallow, shallow + (max(2, full[1] - full[0]) if len(full) > 1 else 2)
 
 
 def _compile(

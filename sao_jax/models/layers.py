@@ -117,10 +117,7 @@ def _yarn(inverse: np.ndarray, theta: float, dim: int, scaling: RopeScaling) -> 
   if low == high:
     high += 0.001
   ramp = np.clip((np.arange(inverse.size) - low) / (high - low), 0.0, 1.0)
-  factor = scaling.attention_factor
-  if factor is None:
-    factor = RopeScaling.yarn_attention(scaling.factor)
-  return inverse * (1.0 - ramp) + inverse / scaling.factor * ramp, factor
+  return inverse * (1.0 - ramp) + inverse / scaling.factor * ramp, scaling.cos_factor
 
 
 def rope_tables(

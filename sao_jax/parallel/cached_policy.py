@@ -103,6 +103,7 @@ def cached_on_mesh(
 
 
 def _time(cache: Cache) -> int:
-  """Number of positions in a slot's cache: the last dimension of its keys, `[S, K, Dh, max_len]`."""
-  path_and_leaf = jax.tree_util.tree_flatten_with_path(cache)[0]
-  return int(next(leaf.shape[-1] for path, leaf in path_and_leaf if path[-1].key == "key"))
+  """Number of positions in a slot's cache: the dimension that the rule of its first array splits over `context`."""
+  path, leaf = jax.tree_util.tree_flatten_with_path(cache)[0][0]
+  rule = next(rule for rule in CACHE_RULES if matches(rule.pattern, path_components(path)))
+  return int(leaf.shape[rule.dims.index("context")])

@@ -55,6 +55,12 @@ RULES: tuple[Rule, ...] = (
   Rule("attention/o_proj/kernel", ("tensor", SHARD)),
   Rule("attention/o_proj/bias", (None,)),
   Rule("attention/{q_norm,k_norm}/scale", (None,)),
+  # Latent attention: heads over `tensor`; what all heads share, the indexer included, on every device along it.
+  Rule("attention/{q_a_proj,kv_a_proj}/kernel", (SHARD, None)),
+  Rule("attention/{q_a_proj,kv_a_proj}/bias", (None,)),
+  Rule("attention/{q_b_proj,kv_b_proj}/kernel", (SHARD, "tensor")),
+  Rule("indexer/{wq_b,wk,weights_proj}/kernel", (SHARD, None)),
+  Rule("indexer/k_norm/bias", (None,)),
   # SwiGLU, dense or shared by all tokens: width over `tensor`.
   Rule("{mlp,shared_experts}/{gate_proj,up_proj}/kernel", (SHARD, "tensor")),
   Rule("{mlp,shared_experts}/{gate_proj,up_proj}/bias", ("tensor",)),
@@ -102,6 +108,7 @@ have rows, too."""
 CACHE_RULES: tuple[Rule, ...] = (  # `tensor` may have more devices than a model has key/value heads.
   Rule("key", (ROWS, IfEven("tensor"), None, "context")),  # [S, K, Dh, max_len]
   Rule("value", (ROWS, IfEven("tensor"), "context", None)),  # [S, K, max_len, Dh]
+  Rule("{latent,index_key}", (ROWS, "context", None)),  # [S, max_len, width]: shared by all heads
 )
 
 
