@@ -24,7 +24,7 @@ from experiments.tasks.options import checked
 WINDOW = 10
 """Learner steps over which training success is averaged."""
 RECOVERED = 0.9
-COLORS = {"cute": "#d9822b", "chuunibyou": "#7a5cb5", "classical": "#3d9a5f"}
+COLORS = {"academic": "#2f6db5", "cute": "#d9822b", "chuunibyou": "#7a5cb5", "classical": "#3d9a5f"}
 
 Row = Mapping[str, Any]
 
