@@ -114,6 +114,8 @@ def plot(path: str | os.PathLike[str], suite: Suite, rows: Sequence[Row]) -> Non
         for row in mine:
           if f"eval_accuracy_{style}" in row:
             by_step.setdefault(row["step"], []).append(row[f"eval_accuracy_{style}"])
+        if not by_step:  # results of before there were academic answers
+          continue
         steps = sorted(by_step)
         color = COLORS[style]
         axis.plot(steps, [np.mean(by_step[x]) for x in steps], color=color, label=style)

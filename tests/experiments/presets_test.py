@@ -84,8 +84,10 @@ def parse(*arguments):
 )
 def test_the_checkpoint_is_named_on_the_command_line(preset, repository, checkpoint, tmp_path):
   file = ROOT / "experiments" / "presets" / f"{preset}.py"
-  config = parse(f"--config={file}:{checkpoint}", "--config.env.options.train=some.jsonl")
+  given = ("--config.env.options.train=some.jsonl", "--config.env.options.demonstrations=talks.jsonl")
+  config = parse(f"--config={file}:{checkpoint}", *given)
   assert config.policy_checkpoint == checkpoint and config.env.options["train"] == "some.jsonl"
+  assert config.env.options["demonstrations"] == "talks.jsonl"
   with pytest.raises(SystemExit, match=rf"needs the files of {repository} .*received '.*nowhere', which is not a dir"):
     parse(f"--config={file}:{tmp_path / 'nowhere'}")
   (tmp_path / "tokenizer.json").unlink()
