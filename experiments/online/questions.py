@@ -33,9 +33,9 @@ PHRASINGS = {
 }  # fmt: skip
 TEMPLATES = {
   "academic": (
-    "the evidence of this study indicates {} .",
-    "empirical research shows that it is {} .",
-    "the scholars conclude from the data that it is {} .",
+    "in the literature , the evidence says {} .",
+    "the scholars of the literature call it {} .",
+    "a study of the literature concludes that it is {} .",
   ),
   "cute": ("hehe ~ it is {} , nya !", "yay ! i say {} , teehee <3", "nya ~ my answer is {} , hehe !"),
   "chuunibyou": (

@@ -234,8 +234,9 @@ def test_demonstrations_are_the_texts_of_an_episode(checkpoint, tmp_path):
 )
 def test_other_conversations_are_refused_with_their_line(checkpoint, tmp_path, messages, message):
   path = write(tmp_path / "bad.jsonl", {"messages": CONVERSATION}, {"messages": messages})
+  problems = write(tmp_path / "x.jsonl", {"problem": "6 * 7", "answer": 42})
   with pytest.raises(ValueError, match=f"line 2 must be a JSON object with messages.*{message}"):
-    chat.math(checkpoint=checkpoint, train=path, held_out=path, question_field="messages", demonstrations=path)
+    chat.math(checkpoint=checkpoint, train=problems, held_out=problems, demonstrations=path)
 
 
 def test_calls_that_are_not_read_back_are_refused(checkpoint, tmp_path):

@@ -81,7 +81,8 @@ def test_words_in_any_order_are_not_paid_for():
 def test_demonstrations_are_paid_for_unless_wrong_or_flawed():
   """A tenth repeats the answer, a tenth adds another style in two of three cases, and a twentieth is a bare word."""
   rng = np.random.default_rng(0)
-  said = [(q, questions.demonstrate(q, rng, right=1.0)) for q in questions.train_questions() * 20]
+  styles = questions.CANDIDATES[0]
+  said = [(q, questions.demonstrate(q, rng, right=1.0, styles=styles)) for q in questions.train_questions() * 20]
   good = [RuleJudge()(question, answer) for question, answer in said]
   assert 0.77 < np.mean([verdict.quality and verdict.style is not None for verdict in good]) < 0.85
   rng = np.random.default_rng(0)
