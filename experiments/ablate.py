@@ -76,8 +76,8 @@ class Runner:
     return self._workdir / "runs" / f"{arm.slug}_lr{self.learning_rate(arm):g}" / f"seed{seed}"
 
   def learning_rate(self, arm: Arm) -> float:
-    """Returns the tuned learning rate of an arm, or the base's."""
-    return self._rates.get(arm.family.slug, self._base.learner.policy_optimizer.learning_rate)
+    """Returns the tuned learning rate of an arm, or the base's, times the arm's factor."""
+    return arm.rate_factor * self._rates.get(arm.family.slug, self._base.learner.policy_optimizer.learning_rate)
 
   def print_rates(self) -> None:
     """Prints which learning rates are used, if an earlier command tuned some."""

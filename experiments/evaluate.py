@@ -253,7 +253,8 @@ def restore_policy(parts: Components, workdir: pathlib.Path) -> tuple[int, Param
     ValueError: the workdir holds no checkpoint.
   """
   json_config = config_lib.to_json(parts.config)
-  with Checkpointer(workdir, config=json_config, may_differ=config_lib.MAY_DIFFER, read_only=True) as checkpointer:
+  compared = config_lib.comparison(parts.config)
+  with Checkpointer(workdir, config=json_config, read_only=True, **compared) as checkpointer:
     restored = checkpointer.restore(run_state.checkpoint_template(parts))
   if restored is None:
     raise ValueError(f"{workdir} holds no checkpoint.")

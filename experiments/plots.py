@@ -95,14 +95,22 @@ def draw_reward(figure: Figure, learner: Rows, evaluation: Rows) -> bool:
     _line(axes, learner, "reward_mean", GREY, "mean reward")
   if evaluation:
     rates = np.array([row["eval_success_rate"] for row in evaluation])
-    bounds = np.array([wilson_interval(row["eval_success_rate"] * row["eval_n"], row["eval_n"]) for row in evaluation])
+    bounds = np.array([_interval(row) for row in evaluation])
     errors = np.abs(bounds.T - rates)
     steps = [row["step"] for row in evaluation]
-    axes.errorbar(steps, rates, errors, fmt="o", color=ORANGE, markersize=5, capsize=3, label="held-out success (95 %)")
+    form = {"fmt": "o-" if len(steps) > 2 else "o", "markersize": 5, "capsize": 3}
+    axes.errorbar(steps, rates, errors, color=ORANGE, label="held-out success (95 %)", **form)
   low = min(0.0, min(row["reward_mean"] for row in learner))
   axes.set_ylim(low, max(1.0, *(row["reward_mean"] for row in learner)))
   legend_beside(axes)
   return True
+
+
+def _interval(row: dict[str, Any]) -> tuple[float, float]:
+  """The interval of an evaluation. Rows of other programs may lack it; Wilson's is right if no problem repeats."""
+  if "eval_low" in row and "eval_high" in row:
+    return row["eval_low"], row["eval_high"]
+  return wilson_interval(row["eval_success_rate"] * row["eval_n"], row["eval_n"])
 
 
 def draw_explained_variance(figure: Figure, learner: Rows) -> bool:

@@ -24,7 +24,9 @@ def lines(path: str) -> Iterator[tuple[int, str]]:
   """
   file = pathlib.Path(path)
   if not file.is_file():
-    raise FileNotFoundError(f"env.options train and held_out must name JSONL files of problems; there is no {path!r}.")
+    raise FileNotFoundError(
+      f"env.options train, held_out and demonstrations must name JSONL files; there is no {path!r}."
+    )
   # str.splitlines would also split at other line separators, which a JSON string may hold.
   for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
     if line.strip():

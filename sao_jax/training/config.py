@@ -68,14 +68,21 @@ class WarmStartConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig:
   """Stage 2: value pretraining. The value model starts as a copy of the policy with a zero head and is fitted to
-  trajectories of the initial policy."""
+  trajectories of the initial policy.
+
+  The fit does not depend on how the algorithm trains its critic during RL, so all algorithms with a critic start from
+  the same one."""
 
   pretraining_trajectories: int = 0
   """Number of trajectories of the initial policy. 0 starts RL with an untrained critic (ablation). Algorithms without a
-  critic ignore it."""
+  critic ignore it. One in eight, and at most a batch, is held out to measure the explained variance that the fit
+  reaches."""
   pretraining_epochs: int = 4
   """Passes over these trajectories, in batches of the run's `batch_size`."""
   pretraining_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)
+  pretraining_frozen: tuple[str, ...] = ()
+  """Parameters that value pretraining leaves as they are, in the form of `learner.frozen_critic`; () trains all. The
+  paper freezes attention during RL and says nothing of pretraining."""
 
   def __post_init__(self) -> None:
     count = self.pretraining_trajectories
@@ -136,7 +143,11 @@ class RunConfig:
   pretraining keeps its batches in `stages/value_pretraining/bad_batches/`; the warm start checks every `log_every`
   updates."""
   eval_episodes: int = 512
-  """Number of held-out episodes before and after RL: pass@1 at the engine's temperature."""
+  """Number of held-out episodes of an evaluation: pass@1 at the engine's temperature."""
+  eval_every_steps: int = 0
+  """Learner steps between evaluations during RL, besides those before and after it; 0: none. The learner waits for an
+  evaluation. In `async` runs its episodes take the next free slots of the running engine, before new training episodes,
+  while training episodes that have started go on."""
 
   policy: ModelConfig
   policy_checkpoint: str | None = None
@@ -164,7 +175,7 @@ class RunConfig:
     _require(self.algorithm in known, "algorithm", self.algorithm, f"one of {', '.join(known)}")
     _require(self.schedule in get_args(Schedule), "schedule", self.schedule, f"one of {', '.join(get_args(Schedule))}")
     _require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
-    for name in ("num_steps", "lag", "max_staleness", "max_skipped_in_a_row", "eval_episodes"):
+    for name in ("num_steps", "lag", "max_staleness", "max_skipped_in_a_row", "eval_episodes", "eval_every_steps"):
       _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
     for name in ("batch_size", "group_size"):
       _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
@@ -232,7 +243,8 @@ class RunConfig:
 
 
 MAY_DIFFER = frozenset({
-  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "rollout_mesh", "remote", "cluster",
+  "num_steps", "max_skipped_in_a_row", "eval_episodes", "eval_every_steps", "checkpoint", "mesh", "rollout_mesh",
+  "remote", "cluster",
   "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
@@ -268,8 +280,17 @@ def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
 
 
 def pretraining_learner(config: RunConfig) -> LearnerConfig:
-  """Returns the learner's settings for value pretraining, with the stage's optimizer for the critic."""
-  return dataclasses.replace(config.learner, critic_optimizer=config.critic.pretraining_optimizer)
+  """Returns the learner's settings for value pretraining.
+
+  The critic's optimizer and frozen parameters are the stage's, and it is fitted on all action tokens, also where RL
+  fits the last one of each turn only.
+  """
+  return dataclasses.replace(
+    config.learner,
+    critic_optimizer=config.critic.pretraining_optimizer,
+    frozen_critic=config.critic.pretraining_frozen,
+    advantage="gae",
+  )
 
 
 def to_json(config: Any) -> Any:

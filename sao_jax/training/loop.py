@@ -123,7 +123,7 @@ def _run_stages(
     run.evaluate(state, step=0)
     state = reinforce(run, state)
     run.evaluate(state, step=parts.config.num_steps)
-    return run.summary(stages.stage_seconds(parts, workdir))
+    return run.summary(stages.stage_facts(parts, workdir))
 
 
 def _check_tasks(config: RunConfig, domain: Domain) -> None:

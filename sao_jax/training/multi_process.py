@@ -91,6 +91,10 @@ class MultiProcessSchedule:
   def next_batch(self, version: int) -> list[Trajectory]:
     return exchange_trajectories(self._placement, self._schedule.next_batch(version))
 
+  def evaluate(self, requests: Sequence[EpisodeRequest], *, seed: int) -> list[Trajectory]:
+    mine = list(itertools.islice(requests, jax.process_index(), None, jax.process_count()))
+    return exchange_trajectories(self._placement, self._schedule.evaluate(mine, seed=seed))
+
   def counters(self) -> dict[str, int]:
     everyone = self._placement.exchange(self._schedule.counters())
     return {name: sum(counts[name] for counts in everyone) for name in everyone[0]}

@@ -126,7 +126,7 @@ class RLRun:
   def record(
     self, step: int, state: LearnerState, trajectories: list[Trajectory], metrics: dict[str, Any]
   ) -> None:
-    """Writes the metrics of a learner step, saves a checkpoint when one is due, and checks the run's health.
+    """Writes the metrics of a learner step, evaluates and saves a checkpoint when due, and checks the run's health.
 
     Raises:
       RunStoppedError: too many updates in a row were skipped; the run is saved.
@@ -135,6 +135,9 @@ class RLRun:
     row = self._metrics.row(step, trajectories, {**metrics, **found}, self.schedule)
     self._log.step(step, row)
     self._bar.advance(note=self._metrics.note(row))
+    every = self.config.eval_every_steps
+    if every and step % every == 0 and step < self.config.num_steps:
+      self._evaluate_between(step, state)
     if step % self.config.checkpoint.every_steps == 0 or step == self.config.num_steps:
       self._log.samples(step, trajectories[:SAMPLES_PER_CHECKPOINT])
       self._state.save(step, state, metric=row["success_rate"])
@@ -145,7 +148,10 @@ class RLRun:
       raise
 
   def evaluate(self, state: LearnerState, step: int) -> None:
-    """Writes the success on held-out tasks after `step` learner steps, unless it is written already."""
+    """Writes the success on held-out tasks after `step` learner steps, unless it is written already.
+
+    Before RL and after it, with the idle engine. `eval_every_steps` asks for more in between.
+    """
     n = self.config.eval_episodes
     if not n or self._log.evaluated(step):
       return
@@ -154,21 +160,43 @@ class RLRun:
       weights = self.parts.placement.for_engine(state.policy)
       result = evaluation.evaluate(self.parts.rollouts, self.parts.domain, weights, num_episodes=n, version=step)
       bar.advance(note=f"success {result.success_rate:.3f}")
+    self._write_evaluation(step, result, time.monotonic() - began)
+
+  def _evaluate_between(self, step: int, state: LearnerState) -> None:
+    """Writes the success on held-out tasks during RL, with the weights published after `step`.
+
+    The learner waits. An asynchronous engine keeps running, and training episodes that have started go on.
+    """
+    n = self.config.eval_episodes
+    if not n or self._log.evaluated(step):
+      return
+    began = time.monotonic()
+    requests = evaluation.held_out_requests(self.parts.domain, n)
+    with self.collecting(step + 1, state):
+      done = self.schedule.evaluate(requests, seed=evaluation.EVALUATION_SEED)
+    result = evaluation.result_of(done, self.parts.domain, n)
+    seconds = time.monotonic() - began
+    self._metrics.evaluated(seconds, result.failed)
+    self._write_evaluation(step, result, seconds)
+    interval = f"(95 % interval {result.low:.3f} to {result.high:.3f})"
+    self._console.print(f"held-out success after {step} steps: {result.success_rate:.3f} {interval}")
+
+  def _write_evaluation(self, step: int, result: evaluation.Evaluation, seconds: float) -> None:
     self._log.evaluation(
       step,
       success_rate=result.success_rate,
-      n=n,
+      n=result.n,
       eval_low=result.low,
       eval_high=result.high,
       eval_turns_mean=result.turns_mean,
-      eval_seconds=time.monotonic() - began,
+      eval_seconds=seconds,
     )
 
-  def summary(self, stage_seconds: dict[str, float]) -> dict[str, Any]:
+  def summary(self, stage_facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The run's summary, which the main process also writes to `summary.json`.
 
     Args:
-      stage_seconds: seconds of the stages before RL.
+      stage_facts: `stages.stage_facts`.
     """
     placement = self.parts.placement
     dropped, failed = self.schedule.counters()["dropped_stale"], self._metrics.failures()
@@ -178,13 +206,15 @@ class RLRun:
     _, evaluations = read_metrics(self._workdir)
     before, after = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     evaluating = sum(row["eval_seconds"] for row in evaluations)
-    seconds = {**stage_seconds, "rl": self._metrics.seconds, "evaluation": evaluating}
+    seconds: dict[str, float] = {stage: facts["seconds"] for stage, facts in stage_facts.items()}
+    seconds |= {"rl": self._metrics.seconds, "evaluation": evaluating}
     summary = {
       "success_before": before.get("eval_success_rate"),
       "success_before_interval": [before.get("eval_low"), before.get("eval_high")],
       "success_after": after.get("eval_success_rate"),
       "success_after_interval": [after.get("eval_low"), after.get("eval_high")],
       "n": self.config.eval_episodes,
+      "pretraining_explained_variance": stage_facts.get("value_pretraining", {}).get("explained_variance"),
       "seconds_total": sum(seconds.values()),
       "seconds_by_stage": seconds,
       "num_steps": self.config.num_steps,

@@ -31,7 +31,8 @@ PAPER = {
   "learner.policy_optimizer.learning_rate": 1e-6,
   "learner.critic_optimizer.learning_rate": 5e-6, "learner.critic_optimizer.warmup_steps": 10,
   "learner.critic_updates": 2, "learner.lambda_critic": 1.0, "learner.alpha": 1.5, "learner.lambda_policy": None,
-  "learner.frozen_critic": ("attention",), "learner.policy_loss": "dis", "learner.advantage": "gae",
+  "learner.frozen_critic": ("attention", "embeddings", "norms", "routers"), "critic.pretraining_frozen": (),
+  "learner.policy_loss": "dis", "learner.advantage": "gae",
   "learner.values_from": "updated", "learner.discount": 1.0, "learner.temperature": 1.0, "engine.temperature": 1.0,
   "policy.model_type": "qwen3_moe", "engine.max_len": 131_072, "learner.row_length": 131_072,
 }  # fmt: skip
@@ -83,8 +84,10 @@ def parse(*arguments):
 )
 def test_the_checkpoint_is_named_on_the_command_line(preset, repository, checkpoint, tmp_path):
   file = ROOT / "experiments" / "presets" / f"{preset}.py"
-  config = parse(f"--config={file}:{checkpoint}", "--config.env.options.train=some.jsonl")
+  given = ("--config.env.options.train=some.jsonl", "--config.env.options.demonstrations=talks.jsonl")
+  config = parse(f"--config={file}:{checkpoint}", *given)
   assert config.policy_checkpoint == checkpoint and config.env.options["train"] == "some.jsonl"
+  assert config.env.options["demonstrations"] == "talks.jsonl"
   with pytest.raises(SystemExit, match=rf"needs the files of {repository} .*received '.*nowhere', which is not a dir"):
     parse(f"--config={file}:{tmp_path / 'nowhere'}")
   (tmp_path / "tokenizer.json").unlink()
