@@ -119,7 +119,7 @@ class ServerClient:
     self._protocol = protocol
     self._sampling = sampling
     self._check_server = check_server
-    self._info: ServerInfo | None = None
+    self.info: ServerInfo | None = None
     """The server's settings; None: not read since it started."""
     self._session: aiohttp.ClientSession | None = None
     self._versions: dict[str, int] = {}
@@ -177,7 +177,7 @@ class ServerClient:
       await self._ensure_weights()
       send_seed = self._config.send_seed
       if send_seed is None:
-        send_seed = self._info is None or not self._info.ends_at_seeds
+        send_seed = self.info is None or not self.info.ends_at_seeds
       call = self._protocol.generate_call(
         prompt, max_tokens=max_tokens, seed=seed if send_seed else None, sampling=sampling
       )
@@ -270,11 +270,11 @@ class ServerClient:
     while True:
       self._pauses += 1
       try:
-        if self._info is None:
+        if self.info is None:
           info = await read_server_info(self._ask, self._config.protocol)
           self._check_server(info)
           self._protocol.use(info)
-          self._info = info
+          self.info = info
         pause, *load_and_resume = self._protocol.update_calls(directory, label)
         await self._post(pause)
         await self._drain()
@@ -301,7 +301,7 @@ class ServerClient:
         return
       if found != label:
         _log.warning("%s has weights %.80r; sending %s again", self.url, found, directory)
-        self._info = None  # it may be another server now
+        self.info = None  # it may be another server now
         await self._update(directory, label)
 
   async def _wait(self, attempts: _Attempts, failure: _RetryLaterError) -> None:

@@ -25,7 +25,7 @@ from sao_jax.rollout.remote.client import ServerClient
 from sao_jax.rollout.remote.config import RemoteConfig
 from sao_jax.rollout.remote.event_loop import BusyClock, LoopThread
 from sao_jax.rollout.remote.protocols import VLLM, Sampling, SGLang
-from sao_jax.rollout.remote.server_info import check_server_info
+from sao_jax.rollout.remote.server_info import ServerInfo, check_server_info
 from sao_jax.rollout.remote.weight_check import WeightCheck
 from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.rollout.workers import Task, Workers
@@ -159,6 +159,11 @@ class RemoteEngine:
       "failed_by_kind": dict(self._failures.by_kind),
       "busy_seconds": self._busy.seconds,
     }
+
+  @property
+  def server_info(self) -> ServerInfo | None:
+    """The server's settings, as read before its first update."""
+    return self._client.info
 
   def close(self) -> None:
     """Closes environments and connections, and removes the weight folders.
