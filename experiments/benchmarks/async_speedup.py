@@ -16,9 +16,9 @@ share of the simulated one. `share_of_separate` uses the stage times of the sync
 schedules: it estimates what engine and learner would reach on separate machines. The difference between the two is the
 loss from sharing these cores.
 
-In this setting the learner is busy all the time, so that async and group train equally many trajectories. `fast_learner`
-repeats both with tools that take 8 times as long (median 0.4 s): the learner waits for trajectories, as it does where
-rollouts take most of the time, and what groups cost shows in throughput and staleness.
+In this setting the learner is busy all the time, so that async and group train equally many trajectories.
+`fast_learner` repeats both with tools that take 8 times as long (median 0.4 s): the learner waits for trajectories, as
+it does where rollouts take most of the time, and what groups cost shows in throughput and staleness.
 
 Prediction before the first run: a sync step waits about 2 s for its slowest episode and works for about 1 s. An async
 step works for about 0.7 s and is bound by the learner, which makes it 4 times as fast as sync, or 90 % of the simulated
@@ -353,7 +353,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("slots", 64, "The number of episodes at a time.", lower_bound=1)
   flags.DEFINE_integer("steps", 30, "The number of learner steps to measure.", lower_bound=1)
   flags.DEFINE_integer(
-    "fast_learner_steps", 20, "The number of learner steps to measure with slow tools. 0 leaves them out.", lower_bound=0
+    "fast_learner_steps", 20, "The number of learner steps to measure with slow tools; 0: none.", lower_bound=0
   )
   flags.DEFINE_integer("warmup_steps", 10, "The number of learner steps before the measurement.", lower_bound=1)
 

@@ -28,7 +28,8 @@ def test_learner_reports_its_keys(small, monkeypatch):
 
 
 def test_learner_reports_the_shape_of_agents(monkeypatch):
-  monkeypatch.setattr(learner, "AGENT", dataclasses.replace(learner.AGENT, num_layers=1, hidden_size=64, vocab_size=256))
+  model = dataclasses.replace(learner.AGENT, num_layers=1, hidden_size=64, vocab_size=256)
+  monkeypatch.setattr(learner, "AGENT", model)
   monkeypatch.setattr(learner, "AGENT_ROWS", 2)
   monkeypatch.setattr(learner, "AGENT_LENGTH", 128)
   monkeypatch.setattr(learner, "tunix", lambda *_: None)
