@@ -138,9 +138,10 @@ class RunConfig:
   updates."""
   max_logprob_error: float | None = None
   """The run stops when the engine's log-probs differ by more than this from the learner's with the same weights: mean
-  absolute difference in nats. None: 0.005 for a float32 policy, 0.1 for bfloat16; 0: never. Each learner step compares
-  the tokens that were sampled at its own version, if there are any. A server (`remote`) is checked after every update
-  of its weights."""
+  absolute difference in nats. None: 0.005 for a float32 policy, 0.1 for bfloat16, and 0.25 where an engine may keep
+  keys and values of older weights (asynchronous, without `engine.recompute_cache_on_update`); 0: never. Each learner
+  step compares the tokens that were sampled at its own version, if there are any. A server (`remote`) is checked after
+  every update of its weights."""
   eval_episodes: int = 512
   """Number of held-out episodes before and after RL: pass@1 at the engine's temperature."""
 
@@ -271,6 +272,9 @@ def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
 def max_logprob_error(config: RunConfig) -> float:
   """Returns `max_logprob_error`, or its default for the policy's dtype; infinity if the check is off."""
   if config.max_logprob_error is None:
+    updated_midway = config.schedule == "async" or config.lag_switch_chunks is not None
+    if updated_midway and config.remote.url is None and not config.engine.recompute_cache_on_update:
+      return 0.25
     return 0.005 if config.policy.dtype == "float32" else 0.1
   return config.max_logprob_error or math.inf
 

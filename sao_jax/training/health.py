@@ -27,8 +27,8 @@ value of 0 would then be at least four times better."""
 _LOGPROB_TOKENS = 32
 """Number of tokens from which a step's `logprob_error` counts."""
 _LOGPROB_STEPS = 2
-"""Number of steps in a row that must exceed the bound. One step may do so rightly: a prompt whose keys and values were
-computed with older weights, and kept (`engine.recompute_cache_on_update`)."""
+"""Number of steps in a row that must exceed the bound. A single one may be due to a prompt whose keys and values are
+those of older weights (`engine.recompute_cache_on_update`)."""
 
 _log = logging.getLogger(__name__)
 

@@ -98,19 +98,21 @@ def test_an_engine_with_other_log_probs_ends_the_run_saved(tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize(
-  ("errors", "tokens", "bound", "stops"),
+  ("errors", "tokens", "settings", "stops"),
   [
-    ([0.2, 0.2], 32, None, True),
-    ([0.2, 0.001, 0.2], 32, None, False),
-    ([0.2, 0.2, 0.2], 31, None, False),
-    ([0.2, 0.2], 32, 0.3, False),
-    ([9.0, 9.0], 32, 0.0, False),
+    ([0.2, 0.2], 32, {}, True),
+    ([0.2, 0.001, 0.2], 32, {}, False),
+    ([0.2, 0.2, 0.2], 31, {}, False),
+    ([0.2, 0.2], 32, {"schedule": "async"}, False),  # keys and values of older weights may be kept
+    ([0.3, 0.3], 32, {"schedule": "async"}, True),
+    ([0.2, 0.2], 32, {"max_logprob_error": 0.3}, False),
+    ([9.0, 9.0], 32, {"max_logprob_error": 0.0}, False),
   ],
 )
 def test_two_steps_in_a_row_with_enough_tokens_decide(
-  errors: list[float], tokens: int, bound: float | None, stops: bool
+  errors: list[float], tokens: int, settings: dict[str, Any], stops: bool
 ) -> None:
-  guard = HealthCheck(types.SimpleNamespace(config=bare(max_logprob_error=bound)), pathlib.Path())  # type: ignore[arg-type]
+  guard = HealthCheck(types.SimpleNamespace(config=bare(**settings)), pathlib.Path())  # type: ignore[arg-type]
   report = {"skipped_policy_nonfinite": 0, "skipped_critic_nonfinite": 0, "returns_square_mean": 0, "value_loss": 0}
   for step, error in enumerate(errors, start=1):
     guard.record(step, None, [], {**report, "logprob_error": error, "logprob_error_tokens": tokens})  # type: ignore[arg-type]
