@@ -334,3 +334,5 @@ class TokenBatch:
   """True on all tokens of a trajectory that was cut off. With `truncation="bootstrap"`, its end is bootstrapped."""
   baseline_adv: Float32[Array, "*M B T"]
   """Advantage from rewards alone (e.g. group or running mean), on all tokens of the trajectory; 0 if unused."""
+  version: Int32[Array, "*M B T"] | None = None
+  """Policy version of the action tokens of a trajectory that one version wrote; -1 elsewhere. For health checks."""

@@ -221,7 +221,7 @@ def policy_shapes(model: ModelConfig) -> Params:
 
 def batch_shapes(load: Workload) -> TokenBatch:
   """Returns the shapes of one microbatch `[1, B, T]`."""
-  dtypes = dict.fromkeys(("tokens", "positions", "segment_ids", "turn_ids"), jnp.int32)
+  dtypes = dict.fromkeys(("tokens", "positions", "segment_ids", "turn_ids", "version"), jnp.int32)
   dtypes |= dict.fromkeys(("action_mask", "truncated"), jnp.bool_)
   dtypes |= dict.fromkeys(("behavior_logp", "rewards", "lambda_policy", "baseline_adv"), jnp.float32)
   return TokenBatch(**{k: jax.ShapeDtypeStruct((1, load.rows, load.seq), dtype) for k, dtype in dtypes.items()})

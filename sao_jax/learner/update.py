@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from sao_jax.learner import algorithms, microbatches, optimizers, partition, scoring, targets
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.learner.state import LearnerState
 from sao_jax.ops import diagnostics, masking, value_losses
-from sao_jax.types import Params, PolicyApply, TokenBatch, ValueApply
+from sao_jax.types import AnyArray, Params, PolicyApply, TokenBatch, ValueApply
 
 Metrics: TypeAlias = dict[str, jax.Array]
 """Float32 scalars on the device; NaN for a quantity that does not exist (no critic, no variance)."""
@@ -312,6 +312,7 @@ def update_policy(
     policy_empty=state.counters.policy_empty + jnp.sum(empty),
   )
   metrics = _policy_metrics(config, batch, adv, outputs, jnp.any(low, axis=0), jnp.any(high, axis=0))
+  metrics |= _engine_agreement(batch, outputs.logp if old_logp is None else old_logp, state.version)
   metrics |= {"policy_loss": jnp.mean(losses), "policy_grad_norm": jnp.mean(norms)}
   return state._replace(policy=params, policy_opt=opt_state, counters=counters), metrics
 
@@ -397,6 +398,23 @@ def _policy_metrics(
     # Signal-to-noise ratio |mean| / std over the batch's action tokens; 0 where all advantages are 0.
     "advantage_snr": jnp.abs(adv_mean) / jnp.maximum(adv_std, 1e-12),
     "action_tokens": jnp.sum(mask).astype(jnp.float32),
+  }
+
+
+def _engine_agreement(batch: TokenBatch, logp: Float[Array, "M B T"], version: Int32[AnyArray, ""]) -> Metrics:
+  """Compares the engine's log-probs with the learner's, where both have the same weights (staleness 0).
+
+  Returns:
+    `logprob_error`, the mean absolute difference in nats (0 without such tokens), and `logprob_error_tokens`, their
+    number.
+  """
+  if batch.version is None:
+    return {"logprob_error": jnp.full((), jnp.nan), "logprob_error_tokens": jnp.zeros(())}
+  fresh = batch.action_mask & (batch.version == version)
+  error = jnp.where(fresh, jnp.abs(logp - batch.behavior_logp), 0.0)
+  return {
+    "logprob_error": masking.masked_mean(error, fresh),
+    "logprob_error_tokens": jnp.sum(fresh).astype(jnp.float32),
   }
 
 

@@ -12,6 +12,7 @@ from sao_jax.models.heads import (
   lm_head,
   policy_apply,
   policy_logits,
+  untied,
   value_apply,
 )
 from sao_jax.models.nnx_adapter import nnx_policy, nnx_value
@@ -32,5 +33,6 @@ __all__ = [
   "policy_apply",
   "policy_logits",
   "save_hf",
+  "untied",
   "value_apply",
 ]

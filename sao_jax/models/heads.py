@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,17 @@ def lm_head(config: ModelConfig) -> Callable[[Params], jax.Array]:
     return kernel
 
   return head
+
+
+def untied(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+  """Returns the same policy with an output head of its own, a copy of the embedding where the two are tied.
+
+  For servers that cannot update a tied head: `save_hf(directory, *untied(config, params))`.
+  """
+  if not config.tie_word_embeddings:
+    return config, params
+  kernel = jnp.asarray(params["embed"]["embedding"]).T
+  return dataclasses.replace(config, tie_word_embeddings=False), {**params, "lm_head": {"kernel": kernel}}
 
 
 def policy_apply(config: ModelConfig) -> PolicyApply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -23,7 +24,9 @@ from sao_jax.learner import (
   make_update_step,
   pack_batch,
 )
+from sao_jax.learner.scoring import make_scorer
 from sao_jax.parallel.mesh import MeshConfig
+from sao_jax.parallel.step import on_mesh
 from sao_jax.rollout.engine.engine import Engine, RolloutEngine
 from sao_jax.rollout.engine_group import EngineGroup
 from sao_jax.rollout.ray.cluster import EngineCluster
@@ -31,7 +34,7 @@ from sao_jax.rollout.requests import RequestStream
 from sao_jax.rollout.schedules import AsyncSchedule, LaggedSchedule, RolloutSchedule
 from sao_jax.rollout.trajectory_queue import TrajectoryQueue
 from sao_jax.rollout.weight_sync import WeightHistory, WeightStore, WeightSync
-from sao_jax.training.config import RunConfig
+from sao_jax.training.config import RunConfig, max_logprob_error
 from sao_jax.training.evaluation import BothSplits
 from sao_jax.training.multi_process import MultiProcessRollouts, MultiProcessSchedule, check_processes
 from sao_jax.training.placement import Placement
@@ -77,7 +80,7 @@ class Components:
     if config.remote.url is None:
       self.engine = _embedded_engines(config, domain, self.placement)
     else:
-      self.engine = _remote_engine(config, domain)
+      self.engine = _remote_engine(config, domain, self.placement)
     self.rollouts = MultiProcessRollouts(self.engine, self.placement)
     # Synchronous schedules split each batch over the processes; asynchronous engines run independently.
     part = (jax.process_index(), jax.process_count()) if config.schedule == "async" else (0, 1)
@@ -242,13 +245,29 @@ def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement, in
   )
 
 
-def _remote_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
+def _remote_engine(config: RunConfig, domain: Domain, placement: Placement) -> RolloutEngine:
   with require_extra("serve"):
     from sao_jax.rollout.remote.engine import RemoteEngine
+    from sao_jax.rollout.remote.weight_check import WeightCheck
 
+  def save(params: Params, folder: pathlib.Path) -> None:
+    as_sent = models.untied if config.remote.untie_embeddings else lambda *unchanged: unchanged
+    models.save_hf(folder, *as_sent(config.policy, params))
+
+  policy, learner = models.policy_apply(config.policy), config.learner
+  scorer = make_scorer(policy, temperature=learner.temperature, chunk_size=learner.logprob_chunk_size)
+  compiled = jax.jit(on_mesh(scorer, placement.engine_mesh))
+
+  def score(params: Params, tokens: np.ndarray) -> np.ndarray:
+    with placement.dispatching():
+      logp = compiled(params, tokens)
+    return np.asarray(logp)
+
+  bound = max_logprob_error(config)
   return RemoteEngine(
     remote=config.remote,
-    save_weights=lambda params, folder: models.save_hf(folder, config.policy, params),
+    save_weights=save,
+    check=WeightCheck(score=score, max_error=bound, max_len=config.engine.max_len) if bound < math.inf else None,
     make_env=functools.partial(BothSplits, domain),
     tokenizer=domain.tokenizer,
     config=config.engine,

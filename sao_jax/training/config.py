@@ -6,6 +6,7 @@ Each package owns the config of its component. This module composes them and che
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, get_args
 
@@ -142,6 +143,12 @@ class RunConfig:
   not finite; 0: never. The batches are kept in `bad_batches/`. The limit also applies to the stages before RL. Value
   pretraining keeps its batches in `stages/value_pretraining/bad_batches/`; the warm start checks every `log_every`
   updates."""
+  max_logprob_error: float | None = None
+  """The run stops when the engine's log-probs differ by more than this from the learner's with the same weights: mean
+  absolute difference in nats. None: 0.005 for a float32 policy, 0.1 for bfloat16, and 0.25 where an engine may keep
+  keys and values of older weights (asynchronous, without `engine.recompute_cache_on_update`); 0: never. Each learner
+  step compares the tokens that were sampled at its own version, if there are any. A server (`remote`) is checked after
+  every update of its weights."""
   eval_episodes: int = 512
   """Number of held-out episodes of an evaluation: pass@1 at the engine's temperature."""
   eval_every_steps: int = 0
@@ -177,6 +184,8 @@ class RunConfig:
     _require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
     for name in ("num_steps", "lag", "max_staleness", "max_skipped_in_a_row", "eval_episodes", "eval_every_steps"):
       _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+    error = self.max_logprob_error
+    _require(error is None or error >= 0, "max_logprob_error", error, ">= 0 or None")
     for name in ("batch_size", "group_size"):
       _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
     divides = self.batch_size % self.group_size == 0
@@ -244,7 +253,7 @@ class RunConfig:
 
 MAY_DIFFER = frozenset({
   "num_steps", "max_skipped_in_a_row", "eval_episodes", "eval_every_steps", "checkpoint", "mesh", "rollout_mesh",
-  "remote", "cluster",
+  "remote", "cluster", "max_logprob_error",
   "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
@@ -277,6 +286,16 @@ def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
     if dataclasses.is_dataclass(value):
       names |= _at_default(value, f"{name}.")
   return frozenset(names)
+
+
+def max_logprob_error(config: RunConfig) -> float:
+  """Returns `max_logprob_error`, or its default for the policy's dtype; infinity if the check is off."""
+  if config.max_logprob_error is None:
+    updated_midway = config.schedule == "async" or config.lag_switch_chunks is not None
+    if updated_midway and config.remote.url is None and not config.engine.recompute_cache_on_update:
+      return 0.25
+    return 0.005 if config.policy.dtype == "float32" else 0.1
+  return config.max_logprob_error or math.inf
 
 
 def pretraining_learner(config: RunConfig) -> LearnerConfig:
