@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +61,7 @@ def make_domain(
   Args:
     benchmark: a key of `BENCHMARKS`, or `reasoning_gym:TASK`.
     checkpoint: the checkpoint whose tokenizer and template are used.
-    data: JSONL file of a published benchmark; None for reasoning-gym, which makes its problems.
+    data: JSONL or CSV file of a published benchmark; None for reasoning-gym, which makes its problems.
     max_turns: maximum number of actions per episode.
     tool: whether to offer Python.
     num_tasks: number of problems of a reasoning-gym task.
@@ -82,7 +81,7 @@ def make_domain(
       num_eval_tasks=num_tasks, task=benchmark.removeprefix(REASONING_GYM), settings=dict(settings or {}),
     )  # fmt: skip
   if data is None:
-    raise ValueError(f"data must name the JSONL file of {benchmark}; received None.")
+    raise ValueError(f"data must name the JSONL or CSV file of {benchmark}; received None.")
   question, answer = published_fields(benchmark, data)
   return chat.math(
     checkpoint=checkpoint, train=data, held_out=data, question_field=question, answer_field=answer, tool=tool,
@@ -96,11 +95,7 @@ def published_fields(benchmark: str, data: str) -> tuple[str, str]:
   Raises:
     ValueError: the line has none of the pairs.
   """
-  number, first = next(problem_file.lines(data), (1, ""))
-  try:
-    row = json.loads(first)
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f"{data}, line {number} must be a JSON object; received {first[:80]!r}.") from error
+  _, row = next(problem_file.rows(data), (1, {}))
   for pair in BENCHMARKS[benchmark].fields:
     if isinstance(row, dict) and set(pair) <= set(row):
       return pair

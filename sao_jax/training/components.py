@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -30,6 +29,7 @@ from sao_jax.rollout.requests import RequestStream
 from sao_jax.rollout.schedules import AsyncSchedule, LaggedSchedule, RolloutSchedule
 from sao_jax.rollout.trajectory_queue import TrajectoryQueue
 from sao_jax.rollout.weight_sync import WeightHistory, WeightStore, WeightSync
+from sao_jax.training import memory, pretrained
 from sao_jax.training.config import RunConfig
 from sao_jax.training.evaluation import BothSplits
 from sao_jax.training.multi_process import MultiProcessRollouts, MultiProcessSchedule, check_processes
@@ -47,7 +47,8 @@ class Components:
     make_domain: makes the task again in the processes of `config.cluster`, if it has engines; must be picklable.
 
   Raises:
-    ValueError: the config does not fit the domain, the devices or the number of processes.
+    ValueError: the config does not fit the domain, the checkpoint, the devices and their memory, or the number of
+      processes.
   """
 
   def __init__(self, config: RunConfig, domain: Domain, *, make_domain: Callable[[], Domain] | None = None):
@@ -67,6 +68,9 @@ class Components:
     if self.placement.mesh.size > 1:
       # Raises for sizes that the mesh cannot split, before any work.
       self.placement.shapes(functools.partial(models.init_policy, config.policy), self.key("policy"))
+    if config.policy_checkpoint is not None:
+      pretrained.check(config.policy_checkpoint, config.policy)
+    memory.check(config, self.placement.mesh, self.placement.engine_mesh)
     self.policy_apply: PolicyApply = self.placement.constrain(models.policy_apply(config.policy))
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
@@ -89,23 +93,12 @@ class Components:
     """Returns the initial parameters of the policy: from `policy_checkpoint`, or fresh ones.
 
     Raises:
-      ValueError: the checkpoint is of another model than the config's `policy`.
+      ValueError: a tensor of the checkpoint is missing or not supported.
     """
-    wanted = self.config.policy
-    if self.config.policy_checkpoint is None:
+    wanted, path = self.config.policy, self.config.policy_checkpoint
+    if path is None:
       return self.placement.make(functools.partial(models.init_policy, wanted), self.key("policy"))
-    path = pathlib.Path(self.config.policy_checkpoint)
-    if path.suffix == ".gguf":
-      loaded, params = models.load_gguf(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype)
-      params = self.placement.put(params)
-    else:
-      place = self.placement.parameter
-      loaded, params = models.load_hf(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype, sharding=place)
-    # The checkpoint defines the model; these fields only choose how it is computed.
-    how = {name: getattr(wanted, name) for name in ("remat", "moe_impl", "attention_impl", "init_std")}
-    if dataclasses.replace(loaded, **how) != wanted:
-      raise ValueError(f"policy must be that of policy_checkpoint, {loaded}; received {wanted}.")
-    return params
+    return pretrained.load(path, wanted, self.placement)
 
   def init_critic(self, policy: Params) -> Params | None:
     """Returns a value model with the policy's trunk and a zero head; None for algorithms without a critic."""

@@ -140,7 +140,8 @@ class RunConfig:
 
   policy: ModelConfig
   policy_checkpoint: str | None = None
-  """Hugging Face directory or GGUF file to start from; None: fresh parameters."""
+  """What to start from: a Hugging Face directory, a GGUF file, or the workdir of another run (or
+  `WORKDIR/checkpoints/STEP`), whose policy it takes. None: fresh parameters."""
   critic: CriticConfig = CriticConfig()
   warm_start: WarmStartConfig = WarmStartConfig()
   learner: LearnerConfig
