@@ -27,16 +27,20 @@ BENCHMARKS: Mapping[str, Benchmark] = {
   "BeyondAIME": Benchmark((("problem", "answer"),), 4),
   "IMOAnswerBench": Benchmark((("Problem", "Short Answer"),), 16),
 }
+OWN_FIELDS = (("problem", "answer"), ("question", "answer"))
+"""Field names of problem and answer in a file of one's own."""
 REASONING_GYM = "reasoning_gym:"
 """Prefix for the names of reasoning-gym tasks."""
 
 
-def default_runs(name: str) -> int:
-  """Returns the number of runs of a benchmark in the paper, and 1 for reasoning-gym tasks.
+def default_runs(name: str | None) -> int:
+  """Returns the number of runs of a benchmark in the paper, and 1 for reasoning-gym tasks and one's own problems.
 
   Raises:
     ValueError: unknown name.
   """
+  if name is None:
+    return 1
   if name.startswith(REASONING_GYM):
     check_task(name.removeprefix(REASONING_GYM))
     return 1
@@ -47,7 +51,7 @@ def default_runs(name: str) -> int:
 
 def make_domain(
   *,
-  benchmark: str,
+  benchmark: str | None,
   checkpoint: str,
   data: str | None,
   max_turns: int,
@@ -59,7 +63,7 @@ def make_domain(
   """Makes a domain with the benchmark's problems as held-out tasks, in the checkpoint's chat template.
 
   Args:
-    benchmark: a key of `BENCHMARKS`, or `reasoning_gym:TASK`.
+    benchmark: a key of `BENCHMARKS`, or `reasoning_gym:TASK`; None for a file of one's own.
     checkpoint: the checkpoint whose tokenizer and template are used.
     data: JSONL or CSV file of a published benchmark; None for reasoning-gym, which makes its problems.
     max_turns: maximum number of actions per episode.
@@ -73,7 +77,7 @@ def make_domain(
       an answer that cannot be graded.
   """
   default_runs(benchmark)
-  if benchmark.startswith(REASONING_GYM):
+  if benchmark is not None and benchmark.startswith(REASONING_GYM):
     if data is not None:
       raise ValueError(f"data must be left out with {benchmark}, which makes its problems; received {data!r}.")
     return chat.reasoning_gym(
@@ -89,16 +93,17 @@ def make_domain(
   )  # fmt: skip
 
 
-def published_fields(benchmark: str, data: str) -> tuple[str, str]:
-  """Returns the pair of the benchmark's fields that the file's first line has.
+def published_fields(benchmark: str | None, data: str) -> tuple[str, str]:
+  """Returns the pair of the benchmark's fields that the file's first line has; None stands for a file of one's own.
 
   Raises:
     ValueError: the line has none of the pairs.
   """
   _, row = next(problem_file.rows(data), (1, {}))
-  for pair in BENCHMARKS[benchmark].fields:
+  pairs = OWN_FIELDS if benchmark is None else BENCHMARKS[benchmark].fields
+  for pair in pairs:
     if isinstance(row, dict) and set(pair) <= set(row):
       return pair
-  wanted = " or ".join(f"{question!r} and {answer!r}" for question, answer in BENCHMARKS[benchmark].fields)
+  wanted = " or ".join(f"{question!r} and {answer!r}" for question, answer in pairs)
   has = sorted(row) if isinstance(row, dict) else type(row).__name__
-  raise ValueError(f"{data}: lines of {benchmark} must have {wanted}; the first has {has}.")
+  raise ValueError(f"{data}: lines of {benchmark or 'your problems'} must have {wanted}; the first has {has}.")

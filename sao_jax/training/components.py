@@ -62,6 +62,8 @@ class Components:
       raise ValueError("cluster.num_engines > 0 needs make_domain: each engine makes its own domain; received None.")
     self.config = config
     self.domain = domain
+    self.prompts: list[str] = []
+    """Texts that `rollouts` can be asked to continue: task `num_train_tasks + num_eval_tasks + i`."""
     self._make_domain = make_domain
     self._cluster: EngineCluster | None = None
     self.placement = Placement(config)
@@ -79,9 +81,9 @@ class Components:
     self.baselines = make_baselines(config.learner)
     self.engine: RolloutEngine
     if config.remote.url is None:
-      self.engine = _embedded_engine(config, domain, self.placement)
+      self.engine = _embedded_engine(config, domain, self.placement, self.prompts)
     else:
-      self.engine = _remote_engine(config, domain)
+      self.engine = _remote_engine(config, domain, self.prompts)
     self.rollouts = MultiProcessRollouts(self.engine, self.placement)
     # Synchronous schedules split each batch over the processes; asynchronous engines run independently.
     part = (jax.process_index(), jax.process_count()) if config.schedule == "async" else (0, 1)
@@ -215,24 +217,26 @@ def engine_with_domain(config: RunConfig, make_domain: Callable[[], Domain]) -> 
     yield engine
 
 
-def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement) -> Engine:
+def _embedded_engine(
+  config: RunConfig, domain: Domain, placement: Placement, prompts: Sequence[str] = ()
+) -> Engine:
   return Engine(
     model=placement.cached_policy(models.cached_policy(config.policy)),
-    make_env=functools.partial(BothSplits, domain),
+    make_env=functools.partial(BothSplits, domain, prompts),
     tokenizer=domain.tokenizer,
     config=config.engine,
     seed=config.seed,
   )
 
 
-def _remote_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
+def _remote_engine(config: RunConfig, domain: Domain, prompts: Sequence[str]) -> RolloutEngine:
   with require_extra("serve"):
     from sao_jax.rollout.remote.engine import RemoteEngine
 
   return RemoteEngine(
     remote=config.remote,
     save_weights=lambda params, folder: models.save_hf(folder, config.policy, params),
-    make_env=functools.partial(BothSplits, domain),
+    make_env=functools.partial(BothSplits, domain, prompts),
     tokenizer=domain.tokenizer,
     config=config.engine,
     seed=config.seed,

@@ -156,6 +156,9 @@ class RunConfig:
   ones. `learner.rows_per_microbatch` and `engine.num_slots` must be multiples of data x fsdp x expert, and
   `learner.row_length` and `engine.max_len` multiples of context. Unfilled rows of a batch are padding."""
   checkpoint: CheckpointConfig = CheckpointConfig()
+  may_change: tuple[str, ...] = ()
+  """Further fields that a resumed run may change, out of `MAY_CHANGE`: a learning rate, for example. The change is
+  reported, and recorded in `changes.jsonl`."""
 
   def __post_init__(self) -> None:
     known = algorithms.ALGORITHMS
@@ -168,6 +171,8 @@ class RunConfig:
       _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
     divides = self.batch_size % self.group_size == 0
     _require(divides, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
+    for name in self.may_change:
+      _require(name in MAY_CHANGE, "may_change", name, f"out of {', '.join(sorted(MAY_CHANGE))}")
     self._apply_algorithm()
     self._check_schedule()
     _require(
@@ -227,9 +232,16 @@ class RunConfig:
 
 MAY_DIFFER = frozenset({
   "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "remote", "cluster",
-  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share",
+  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share", "may_change",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
+
+MAY_CHANGE = frozenset({
+  *(f"learner.{which}_optimizer.{field}" for which in ("policy", "critic")
+    for field in ("learning_rate", "warmup_steps", "decay_steps", "weight_decay", "max_grad_norm")),
+  "learner.eps_low", "learner.eps_high", "learner.alpha", "learner.critic_updates", "max_staleness", "queue_capacity",
+})  # fmt: skip
+"""Fields that change the method, and that a resumed run may change if `RunConfig.may_change` names them."""
 
 
 class Comparison(TypedDict):
@@ -244,7 +256,7 @@ def comparison(config: RunConfig) -> Comparison:
 
   The record of an older release lacks fields that were added since. If they have their defaults, the run is the same.
   """
-  return {"may_differ": MAY_DIFFER, "may_be_missing": _at_default(config)}
+  return {"may_differ": MAY_DIFFER | set(config.may_change), "may_be_missing": _at_default(config)}
 
 
 def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
