@@ -50,7 +50,8 @@ def make_config(num_steps: int) -> RunConfig:
 def main(num_steps: int = 200) -> dict[str, float]:
   with Trainer(make_config(num_steps), environment.make_domain(), workdir=tempfile.mkdtemp()) as trainer:
     summary = trainer.train()
-    print(f"success {summary['success_before']:.3f} -> {summary['success_after']:.3f}; metrics are in {trainer.workdir}")
+    before, after = summary["success_before"], summary["success_after"]
+    print(f"success {before:.3f} -> {after:.3f}; metrics are in {trainer.workdir}")
     return summary
 
 

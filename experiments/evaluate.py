@@ -144,7 +144,7 @@ def evaluate_run(
   config = config_flags.from_config_dict(RunConfig, json.loads((workdir / "config.json").read_bytes()))
   if data is not None:
     config = with_problems(config, data)
-  with Components(config, make_domain(config)) as parts:
+  with Components(config, make_domain(config), learning=False) as parts:
     step, policy = restore_policy(parts, workdir, step)
     episodes = episodes or (config.eval_episodes if data is None else parts.domain.num_eval_tasks)
     weights = parts.placement.for_engine(policy)
@@ -198,7 +198,7 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
     samples = out / "samples.jsonl"
     cut_after_step(samples, 0)  # a kill may have left half a line at the end
     known = trajectory_io.read(samples) if samples.exists() else []
-    with Components(config, domain) as parts:
+    with Components(config, domain, learning=False) as parts:
       weights = parts.placement.for_engine(parts.placement.put(params))
       file = JsonlFile(samples)
       try:

@@ -45,13 +45,21 @@ class Components:
     config: the run.
     domain: the task; closed with this object.
     make_domain: makes the task again in the processes of `config.cluster`, if it has engines; must be picklable.
+    learning: False if there is only sampling, which needs less memory, and no start.
 
   Raises:
     ValueError: the config does not fit the domain, the checkpoint, the devices and their memory, or the number of
       processes.
   """
 
-  def __init__(self, config: RunConfig, domain: Domain, *, make_domain: Callable[[], Domain] | None = None):
+  def __init__(
+    self,
+    config: RunConfig,
+    domain: Domain,
+    *,
+    make_domain: Callable[[], Domain] | None = None,
+    learning: bool = True,
+  ):
     if domain.tokenizer.vocab_size > config.policy.vocab_size:
       raise ValueError(
         f"policy.vocab_size must be at least the tokenizer's {domain.tokenizer.vocab_size}; "
@@ -70,9 +78,9 @@ class Components:
     if self.placement.mesh.size > 1:
       # Raises for sizes that the mesh cannot split, before any work.
       self.placement.shapes(functools.partial(models.init_policy, config.policy), self.key("policy"))
-    if config.policy_checkpoint is not None:
+    if learning and config.policy_checkpoint is not None:
       pretrained.check(config.policy_checkpoint, config.policy)
-    memory.check(config, self.placement.mesh, self.placement.engine_mesh)
+    memory.check(config, self.placement.mesh, self.placement.engine_mesh, learning=learning)
     self.policy_apply: PolicyApply = self.placement.constrain(models.policy_apply(config.policy))
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:

@@ -54,7 +54,9 @@ class Shapes:
     return cls(state=state, trainable_critic=trainable)
 
 
-def needs(config: RunConfig, mesh: Mesh, engine_mesh: Mesh, shapes: Shapes | None = None) -> dict[str, int]:
+def needs(
+  config: RunConfig, mesh: Mesh, engine_mesh: Mesh, shapes: Shapes | None = None, *, learning: bool = True
+) -> dict[str, int]:
   """Returns the bytes per device that a run holds for certain while it learns, by what holds them.
 
   Gradients count once: those of policy and critic are not held at the same time. Not counted are activations, the
@@ -65,20 +67,24 @@ def needs(config: RunConfig, mesh: Mesh, engine_mesh: Mesh, shapes: Shapes | Non
     mesh: of the learner.
     engine_mesh: of the rollout engine.
     shapes: `Shapes.of(config.policy, config.learner)`, if known already.
+    learning: False counts only what sampling takes: the policy, its copy for the engine, and the cache.
 
   Raises:
     ValueError: the mesh cannot split a parameter; the message names it.
   """
   shapes = shapes or Shapes.of(config.policy, config.learner)
   state = shapes.state
-  gradients = max(_bytes(state.policy, mesh), _bytes(shapes.trainable_critic, mesh))
-  found = {
-    "policy": _bytes((state.policy, state.policy_opt), mesh),
-    "critic": _bytes((state.critic, state.critic_opt), mesh),
-    "gradients": gradients,
-    # While a version is published, the engine still holds the one before.
-    "weights of the engine": _bytes(state.policy, engine_mesh) * max(2, config.lag + 1),
-  }
+  weights = _bytes(state.policy, engine_mesh)
+  if learning:
+    found = {
+      "policy": _bytes((state.policy, state.policy_opt), mesh),
+      "critic": _bytes((state.critic, state.critic_opt), mesh),
+      "gradients": max(_bytes(state.policy, mesh), _bytes(shapes.trainable_critic, mesh)),
+      # While a version is published, the engine still holds the one before.
+      "weights of the engine": weights * max(2, config.lag + 1),
+    }
+  else:
+    found = {"policy": _bytes(state.policy, mesh), "weights of the engine": weights}
   if config.remote.url is None:
     found["cache of the engine"] = _cache_bytes(config, engine_mesh)
   return found
@@ -127,8 +133,8 @@ def host_available() -> int | None:
   return free if limit == "max" else min(free, int(limit) - used + cached)
 
 
-def check(config: RunConfig, mesh: Mesh, engine_mesh: Mesh) -> None:
-  """Checks that the run fits, before anything is allocated.
+def check(config: RunConfig, mesh: Mesh, engine_mesh: Mesh, *, learning: bool = True) -> None:
+  """Checks that the run, or sampling alone, fits before anything is allocated.
 
   Raises:
     ValueError: it does not; the message says what needs how much, and what to change.
@@ -136,7 +142,7 @@ def check(config: RunConfig, mesh: Mesh, engine_mesh: Mesh) -> None:
   free = available(mesh)
   if free is None:
     return
-  found = needs(config, mesh, engine_mesh)
+  found = needs(config, mesh, engine_mesh, learning=learning)
   if (total := sum(found.values())) <= free:
     return
   sizes = ", ".join(f"{name} {size / _GB:.1f} GB" for name, size in found.items() if size)

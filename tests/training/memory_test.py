@@ -31,6 +31,10 @@ def test_what_is_counted_is_what_is_allocated():
   assert found["gradients"] == size(state.policy)
   assert found["weights of the engine"] == 2 * size(state.policy)
   assert found["cache of the engine"] == size(cache)
+  sampling = memory.needs(config, parts.placement.mesh, parts.placement.engine_mesh, learning=False)
+  assert sampling == {
+    "policy": size(policy), "weights of the engine": size(policy), "cache of the engine": size(cache),
+  }  # fmt: skip
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(monkeypatch):
