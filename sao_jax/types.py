@@ -215,6 +215,10 @@ class Domain:
   start."""
   close: Callable[[], None] = lambda: None
   """Frees resources that the environments share, e.g. a pool of interpreters."""
+  files: Sequence[str] = ()
+  """Files that the tasks come from. A resumed run refuses to go on if their contents have changed."""
+  format_prompt: Callable[[str], str] = str
+  """Writes a user's text as the start of an episode, in the policy's chat template if it has one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

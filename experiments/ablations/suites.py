@@ -1,5 +1,7 @@
 """The suites of `experiments.ablate`: the arms that each compares, and the config of every arm.
 
+A suite of your own is a `Suite` in a module of yours, for `--suite=MODULE:NAME`.
+
 Every arm is the base run with a few changes. All arms share the start (one warm-started policy per seed), the tasks and
 their order, the batch, the steps, the engine and the critic pretraining. Group methods draw `batch_size / GROUP_SIZE`
 prompts with `GROUP_SIZE` rollouts each, so that all arms see the same number of trajectories.
@@ -11,6 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from experiments.tasks.factory import FactoryError, import_named
 from sao_jax.learner.algorithms import ALGORITHMS
 from sao_jax.training.config import CriticConfig, RunConfig, WarmStartConfig
 
@@ -236,6 +239,35 @@ SUITES: Mapping[str, Suite] = {
 }
 
 
+def load(name: str) -> Suite:
+  """Returns a suite by its key in `SUITES`, or one of your own by `module:NAME`.
+
+  Raises:
+    ValueError: there is no such suite, or it lacks the arm that the others are compared with.
+  """
+  if name in SUITES:
+    return SUITES[name]
+  module, _, attribute = name.partition(":")
+  if not attribute:
+    raise ValueError(f"suite must be one of {', '.join(sorted(SUITES))}, or module:NAME; received {name!r}.")
+  try:
+    suite = getattr(import_named(module), attribute, None)
+  except FactoryError as error:
+    raise ValueError(f"suite must name a module that can be imported; received {name!r}: {error}") from error
+  if not isinstance(suite, Suite):
+    raise ValueError(f"suite {name!r} must be a `suites.Suite`; received {type(suite).__name__}.")
+  lags = {arm.lag for arm in suite.arms}
+  wanted = {REFERENCE if lag is None else _lagged(SAO, lag).name for lag in lags}
+  if missing := wanted - {arm.name for arm in suite.arms}:
+    raise ValueError(f"suite {name!r} must have the arms that others are compared with; it lacks {sorted(missing)}.")
+  return suite
+
+
+def folder_of(name: str) -> str:
+  """Returns the name of a suite's folder and files: NAME of `module:NAME`."""
+  return name.rpartition(":")[2]
+
+
 def reference_of(suite: Suite, arm: Arm) -> Arm:
   """Returns the arm that `arm` is compared with: SAO, at the same lag if the suite has several lags."""
   name = REFERENCE if arm.lag is None else _lagged(SAO, arm.lag).name
@@ -248,10 +280,11 @@ def find(suite: str, arm: str) -> Arm:
   Raises:
     ValueError: the suite has no such arm.
   """
-  for known in SUITES[suite].arms:
+  arms = load(suite).arms
+  for known in arms:
     if known.slug == arm:
       return known
-  raise ValueError(f"arm must be one of {', '.join(x.slug for x in SUITES[suite].arms)}; received {arm!r}.")
+  raise ValueError(f"arm must be one of {', '.join(x.slug for x in arms)}; received {arm!r}.")
 
 
 def arm_config(

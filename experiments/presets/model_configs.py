@@ -16,6 +16,14 @@ def qwen3_0p6b() -> ModelConfig:
   )  # fmt: skip
 
 
+def qwen3_8b() -> ModelConfig:
+  """Qwen3-8B: dense."""
+  return ModelConfig(
+    model_type="qwen3", vocab_size=151_936, hidden_size=4096, num_layers=36, num_heads=32, num_kv_heads=8,
+    head_dim=128, intermediate_size=12_288, rope_theta=1e6, max_position_embeddings=40_960, tie_word_embeddings=False,
+  )  # fmt: skip
+
+
 def qwen3_30b_a3b() -> ModelConfig:
   """Qwen3-30B-A3B-Thinking-2507, the paper's backbone: 30.5B parameters, 3.3B per token."""
   return ModelConfig(
@@ -84,6 +92,6 @@ def tiny_moe() -> ModelConfig:
 MODELS: Mapping[str, Callable[[], ModelConfig]] = {
   make.__name__: make
   for make in (
-    qwen3_0p6b, qwen3_30b_a3b, glm4_moe_106b, glm4_moe_355b, glm5_744b, glm5_2_744b, smollm2_135m, tiny_moe,
+    qwen3_0p6b, qwen3_8b, qwen3_30b_a3b, glm4_moe_106b, glm4_moe_355b, glm5_744b, glm5_2_744b, smollm2_135m, tiny_moe,
   )
 }  # fmt: skip

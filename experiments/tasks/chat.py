@@ -97,7 +97,7 @@ def math(
   *,
   checkpoint: str,
   train: str,
-  held_out: str,
+  held_out: str | None = None,
   question_field: str = "problem",
   answer_field: str = "answer",
   instruction: str = MATH_INSTRUCTION,
@@ -113,8 +113,8 @@ def math(
 
   Args:
     checkpoint: the checkpoint whose tokenizer and template are used.
-    train: JSONL file of training problems in UTF-8. A problem that occurs twice counts twice, with a warning.
-    held_out: JSONL file of held-out problems.
+    train: JSONL or CSV file of training problems in UTF-8. A problem that occurs twice counts twice, with a warning.
+    held_out: such a file of held-out problems. None holds out every tenth problem of `train`.
     question_field: name of the field with the problem.
     answer_field: name of the field with the answer, text or a number.
     instruction: text below the problem; empty for none.
@@ -137,23 +137,24 @@ def math(
     return problem_file.gradable(path, problem_file.read(path, question_field, answer_field), grader, on_unreadable)
 
   try:
-    files = {path: read(path) for path in dict.fromkeys((train, held_out))}
-  except ValueError:
+    files = {path: read(path) for path in dict.fromkeys((train, held_out or train))}
+    problems = problem_file.split(train, files[train]) if held_out is None else (files[train], files[held_out])
+  except (ValueError, OSError):
     grader.close()
     raise
-  problems = {"train": files[train], "eval": files[held_out]}
+  of = {"train": problems[0], "eval": problems[1]}
 
   def questions(split: Split) -> Callable[[int], Question]:
     def question(task_index: int) -> Question:
-      text, gold = problems[split][task_index % len(problems[split])]
+      text, gold = of[split][task_index % len(of[split])]
       messages = _messages(system, "\n".join(filter(None, (text, instruction))))
       return Question(messages=messages, score=lambda said: float(grader.is_equal(gold, said)))
 
     return question
 
   return _domain(
-    checkpoint, questions, len(problems["train"]), len(problems["eval"]), tool=tool, packages=packages,
-    max_turns=max_turns, demonstrations=demonstrations, template=template, close=grader.close,
+    checkpoint, questions, *map(len, problems), tool=tool, packages=packages, max_turns=max_turns,
+    demonstrations=demonstrations, template=template, close=grader.close, files=tuple(files),
   )  # fmt: skip
 
 
@@ -197,6 +198,7 @@ def _domain(
   template: Mapping[str, Any] | None,
   success_threshold: float = 1.0,
   close: Callable[[], None] = lambda: None,
+  files: tuple[str, ...] = (),
 ) -> Domain:
   if packages and not tool:
     raise ValueError(f"packages need the Python tool: tool must be True; received {tool!r} and {packages!r}.")
@@ -225,6 +227,8 @@ def _domain(
     num_eval_tasks=num_eval_tasks,
     demonstrate=demonstrate,
     close=close_all,
+    files=files,
+    format_prompt=lambda text: chat.prompt([{"role": "user", "content": text}]),
   )
 
 

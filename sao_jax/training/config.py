@@ -158,7 +158,8 @@ class RunConfig:
 
   policy: ModelConfig
   policy_checkpoint: str | None = None
-  """Hugging Face directory or GGUF file to start from; None: fresh parameters."""
+  """What to start from: a Hugging Face directory, a GGUF file, or the workdir of another run (or
+  `WORKDIR/checkpoints/STEP`), whose policy it takes. None: fresh parameters."""
   critic: CriticConfig = CriticConfig()
   warm_start: WarmStartConfig = WarmStartConfig()
   learner: LearnerConfig
@@ -176,6 +177,9 @@ class RunConfig:
   """Devices of the embedded engines; by default those of the learner. `engine.num_slots` counts the slots of one
   engine, and must be a multiple of data x fsdp x expert of its mesh, and `engine.max_len` of context."""
   checkpoint: CheckpointConfig = CheckpointConfig()
+  may_change: tuple[str, ...] = ()
+  """Further fields that a resumed run may change, out of `MAY_CHANGE`: a learning rate, for example. The change is
+  reported, and recorded in `changes.jsonl`."""
 
   def __post_init__(self) -> None:
     known = algorithms.ALGORITHMS
@@ -190,6 +194,8 @@ class RunConfig:
       _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
     divides = self.batch_size % self.group_size == 0
     _require(divides, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
+    for name in self.may_change:
+      _require(name in MAY_CHANGE, "may_change", name, f"out of {', '.join(sorted(MAY_CHANGE))}")
     self._apply_algorithm()
     self._check_schedule()
     _require(
@@ -242,21 +248,32 @@ class RunConfig:
     engines = self.cluster.num_engines
     _require(engines == 0 or self.schedule == "async", "cluster.num_engines", engines, "0 unless async")
     _require(engines == 0 or self.remote.url is None, "cluster.num_engines", engines, "0 with a remote.url")
-    embedded = engines == 0 and self.remote.url is None
     placed = self.rollout_mesh
     with_others = "RolloutMeshConfig() with cluster.num_engines or a remote.url: it places embedded engines"
-    _require(embedded or placed.follows_learner, "rollout_mesh", placed, with_others)
+    _require(self.has_embedded_engines or placed.follows_learner, "rollout_mesh", placed, with_others)
     capacity = self.queue_capacity
     enough = capacity is None or capacity >= self.batch_size
     _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
+
+  @property
+  def has_embedded_engines(self) -> bool:
+    """Whether rollouts are generated in this process, not by Ray workers or a server."""
+    return self.remote.url is None and self.cluster.num_engines == 0
 
 
 MAY_DIFFER = frozenset({
   "num_steps", "max_skipped_in_a_row", "eval_episodes", "eval_every_steps", "checkpoint", "mesh", "rollout_mesh",
   "remote", "cluster", "max_logprob_error",
-  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share",
+  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share", "may_change",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
+
+MAY_CHANGE = frozenset({
+  *(f"learner.{which}_optimizer.{field}" for which in ("policy", "critic")
+    for field in ("learning_rate", "warmup_steps", "decay_steps", "weight_decay", "max_grad_norm")),
+  "learner.eps_low", "learner.eps_high", "learner.alpha", "learner.critic_updates", "max_staleness", "queue_capacity",
+})  # fmt: skip
+"""Fields that change the method, and that a resumed run may change if `RunConfig.may_change` names them."""
 
 
 class Comparison(TypedDict):
@@ -271,7 +288,7 @@ def comparison(config: RunConfig) -> Comparison:
 
   The record of an older release lacks fields that were added since. If they have their defaults, the run is the same.
   """
-  return {"may_differ": MAY_DIFFER, "may_be_missing": _at_default(config)}
+  return {"may_differ": MAY_DIFFER | set(config.may_change), "may_be_missing": _at_default(config)}
 
 
 def _at_default(config: Any, prefix: str = "") -> frozenset[str]:

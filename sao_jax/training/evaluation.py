@@ -37,16 +37,27 @@ class Evaluation:
 
 
 class BothSplits(Environment):
-  """Environment over both splits, so that one engine serves both: task `num_train_tasks + i` is held-out task i."""
+  """Environment over both splits, so that one engine serves both: task `num_train_tasks + i` is held-out task i.
 
-  def __init__(self, domain: Domain):
+  Args:
+    domain: the task.
+    prompts: further tasks after the held-out ones, with one action each and without a reward. The list may change
+      between episodes.
+  """
+
+  def __init__(self, domain: Domain, prompts: Sequence[str] = ()):
     self._domain = domain
+    self._prompts = prompts
     self._train = domain.make_env("train")
     self._eval: Environment | None = None
     self._current = self._train
+    self._prompted = False
 
   def reset(self, task_index: int) -> str:
     held_out = task_index - self._domain.num_train_tasks
+    self._prompted = held_out >= self._domain.num_eval_tasks
+    if self._prompted:
+      return self._prompts[held_out - self._domain.num_eval_tasks]
     if held_out < 0:
       self._current = self._train
       return self._train.reset(task_index)
@@ -56,7 +67,7 @@ class BothSplits(Environment):
     return self._eval.reset(held_out)
 
   def step(self, action: str) -> Step:
-    return self._current.step(action)
+    return Step(done=True) if self._prompted else self._current.step(action)
 
   def close(self) -> None:
     self._train.close()

@@ -49,8 +49,7 @@ class Placement:
     """Mesh of the learner, over the devices of all processes; and those of this process's engines."""
     self._check(config)
     self._rules = parallel.rules.RULES if config.rollout_mesh.follows_learner else parallel.rules.ENGINE_RULES
-    embedded = config.remote.url is None and not config.cluster.num_engines
-    self._dtype = config.policy.compute_dtype if embedded else None
+    self._dtype = config.policy.compute_dtype if config.has_embedded_engines else None
     self._lock = threading.RLock()
     self._engine_locks = [threading.RLock() if self._split else self._lock for _ in self.engine_meshes]
     self._copies: Any = None

@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -30,6 +30,9 @@ from sao_jax.types import Params, Trajectory
 
 SAMPLES_PER_CHECKPOINT = 4
 """Trajectories written to `trajectories.jsonl` with every checkpoint."""
+StepCallback: TypeAlias = Callable[[int, Mapping[str, Any], Sequence[Trajectory]], None]
+"""`(step, metrics, trajectories)`, called after every learner step with its row of `metrics.jsonl` and its batch. An
+exception ends the run; the step's checkpoint, if one is due, is written before."""
 
 
 class RLRun:
@@ -43,9 +46,18 @@ class RLRun:
     workdir: the run's folder.
     console: where to report.
     signals: ask the run to save and end.
+    callbacks: called after every learner step.
   """
 
-  def __init__(self, parts: Components, workdir: pathlib.Path, console: Console, signals: StopSignals):
+  def __init__(
+    self,
+    parts: Components,
+    workdir: pathlib.Path,
+    console: Console,
+    signals: StopSignals,
+    callbacks: Sequence[StepCallback] = (),
+  ):
+    self._callbacks = callbacks
     self.parts = parts
     self.config = parts.config
     self.schedule, self.weights = parts.make_schedule(on_wait=signals.check_local)
@@ -146,6 +158,8 @@ class RLRun:
     except RunStoppedError:
       self._state.save(step, state)
       raise
+    for callback in self._callbacks:
+      callback(step, row, trajectories)
 
   def evaluate(self, state: LearnerState, step: int) -> None:
     """Writes the success on held-out tasks after `step` learner steps, unless it is written already.

@@ -143,6 +143,29 @@ def rows():
   return made
 
 
+def test_a_suite_of_ones_own(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "own_suites.py").write_text(
+    "from experiments.ablations.suites import SAO, Arm, Suite\n"
+    "BOUNDS = Suite(title='T', arms=(SAO, Arm(name='wide', learner={'eps_high': 9.0})), curves=('success_rate',))\n"
+    "ALONE = Suite(title='T', arms=(Arm(name='wide'),), curves=())\n"
+  )
+  runner = ablate.Runner(
+    "own_suites:BOUNDS", base="tests.experiments.tiny_base:make_config", workdir=tmp_path / "w", quick=True, jobs=1
+  )
+  arm = suites.find("own_suites:BOUNDS", "wide")
+  assert runner.name == "BOUNDS" and "--suite=own_suites:BOUNDS" in runner._arm_flags(arm, 0, 0.1)
+  assert arm_config(tiny_base.make_config(), arm, seed=0, start=None).learner.eps_high == 9.0
+  for name, message in (
+    ("nope", r"suite must be one of clipping, .*, or module:NAME; received 'nope'"),
+    ("nowhere:X", "suite must name a module that can be imported; received 'nowhere:X'"),
+    ("own_suites:SAO", "must be a `suites.Suite`; received Arm"),
+    ("own_suites:ALONE", r"it lacks \['SAO'\]"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      suites.load(name)
+
+
 ARMS = Suite(title="T", arms=(suites.SAO, Arm(name="other"), Arm(name="absent")), curves=("success_rate", "entropy"))
 
 

@@ -116,9 +116,9 @@ def test_math(checkpoint, tmp_path):
   ("rows", "message"),
   [
     ([], "holds no problem"),
-    (['{"problem": "x", "answer": "1"}', "{"], "line 2 must be a JSON object with 'problem' and 'answer'"),
-    (['{"problem": "x"}'], "line 1 must be a JSON object"),
-    (["[1]"], "line 1 must be a JSON object"),
+    (['{"problem": "x", "answer": "1"}', "{"], "line 2 must be a JSON object; received '{'"),
+    (['{"problem": "x"}'], "line 1 must be an object with 'problem' and 'answer'"),
+    (["[1]"], "line 1 must be an object"),
     (['{"problem": 1, "answer": true}'], "received 1 and True"),
     (['{"problem": "x", "answer": 1}', '{"problem": "y", "answer": NaN}'], "line 2: .* a finite number.* and nan"),
     (['{"problem": "x", "answer": 1e999}'], "line 1: .* a finite number.* and inf"),
@@ -161,8 +161,33 @@ def test_problem_files_as_others_write_them(tmp_path):
   text = '{"problem": "a\u2028b\x85c", "answer": 1}\r\n\r\n{"problem": "d", "answer": "\\u00bd"}\n\n'
   path.write_bytes(text.encode("utf-8-sig"))
   assert problem_file.read(str(path), "problem", "answer") == [("a\u2028b\x85c", "1"), ("d", "½")]
-  assert [number for number, _ in problem_file.lines(str(path))] == [1, 3]
+  assert [number for number, _ in problem_file.rows(str(path))] == [1, 3]
 
+
+def test_a_csv_file_is_read_as_published(tmp_path):
+  """Quoted line breaks and commas, a byte order mark, and \\r\\n, as in `answerbench.csv`."""
+  path = tmp_path / "answerbench.csv"
+  text = 'Problem ID,Problem,Short Answer\r\nimo-1,"Let $a$, $b$ be\r\nsuch that ""it"" holds.",$3$\r\nimo-2,x?,7\r\n'
+  path.write_bytes(text.encode("utf-8-sig"))
+  problems = problem_file.read(str(path), "Problem", "Short Answer")
+  assert problems == [('Let $a$, $b$ be\nsuch that "it" holds.', "$3$"), ("x?", "7")]
+  path.write_text("Problem,Short Answer\nonly one field\n")
+  with pytest.raises(ValueError, match=r"line 2: a row must have the fields \['Problem', 'Short Answer'\]"):
+    problem_file.read(str(path), "Problem", "Short Answer")
+
+
+def test_every_tenth_problem_is_held_out_without_a_file_for_it(checkpoint, tmp_path):
+  train, held_out = problem_file.split("x", list(range(1, 21)))
+  assert held_out == [10, 20] and len(train) == 18
+  assert problem_file.split("x", [1, 2, 3]) == ([1, 2], [3])
+  with pytest.raises(ValueError, match="must hold 2 problems or more"):
+    problem_file.split("x", [1])
+  path = write(tmp_path / "x.jsonl", *({"problem": f"{i}?", "answer": i} for i in range(20)))
+  domain = chat.math(checkpoint=checkpoint, train=path, tool=False)
+  assert (domain.num_train_tasks, domain.num_eval_tasks, domain.files) == (18, 2, (path,))
+  assert "19?" in domain.make_env("eval").reset(1)
+  assert domain.format_prompt("hello") == "<user>hello<end><assistant>"
+  domain.close()
 
 def test_problems_that_are_there_twice_are_told(tmp_path, monkeypatch):
   told = []

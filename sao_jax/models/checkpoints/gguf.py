@@ -56,19 +56,9 @@ def load_gguf(
     MissingExtraError: the optional package `gguf` is not installed.
     ValueError: the architecture, a key or a tensor is not supported; the message names it.
   """
-  reader = untrusted_files.open_gguf(path)
+  config, tensors = _read(path, dtype, param_dtype)
   import gguf.quants
 
-  tensors = {tensor.name: tensor for tensor in reader.tensors}
-  try:
-    config = _config(reader, tensors, dtype, param_dtype)
-    if _FREQUENCIES in tensors:
-      stored = tensors.pop(_FREQUENCIES)
-      config = _with_divisors(config, gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float64))
-    if config.num_layers > len(tensors):
-      raise ValueError(f"block_count = {config.num_layers} needs more than the {len(tensors)} tensors of the file.")
-  except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
-    raise ValueError(f"{path}: {error if isinstance(error, ValueError) else repr(error)}") from error
   shapes = jax.eval_shape(lambda key: init_policy(config, key), jax.random.key(0))
   names = {_name(_names(p)): _names(p) for p, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]}
   unknown, missing = sorted(set(tensors) - set(names)), sorted(set(names) - set(tensors))
@@ -92,6 +82,31 @@ def load_gguf(
     return jnp.asarray(value, want.dtype)
 
   return config, jax.tree_util.tree_map_with_path(load, shapes)
+
+
+def read_gguf_config(
+  path: str | os.PathLike[str], *, dtype: str = "float32", param_dtype: str = "float32"
+) -> ModelConfig:
+  """Reads the architecture of a GGUF file, and none of its weights; see `load_gguf`."""
+  return _read(path, dtype, param_dtype)[0]
+
+
+def _read(path: str | os.PathLike[str], dtype: str, param_dtype: str) -> tuple[ModelConfig, dict[str, Any]]:
+  """Returns the model's config and the tensors by name, without the one that the config stands for."""
+  reader = untrusted_files.open_gguf(path)
+  import gguf.quants
+
+  tensors = {tensor.name: tensor for tensor in reader.tensors}
+  try:
+    config = _config(reader, tensors, dtype, param_dtype)
+    if _FREQUENCIES in tensors:
+      stored = tensors.pop(_FREQUENCIES)
+      config = _with_divisors(config, gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float64))
+    if config.num_layers > len(tensors):
+      raise ValueError(f"block_count = {config.num_layers} needs more than the {len(tensors)} tensors of the file.")
+  except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
+    raise ValueError(f"{path}: {error if isinstance(error, ValueError) else repr(error)}") from error
+  return config, tensors
 
 
 def _names(path: Any) -> tuple[str, ...]:

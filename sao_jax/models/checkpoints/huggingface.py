@@ -106,7 +106,7 @@ def _all_finite(value: np.ndarray) -> bool:
   return not any(((block & bits(exponent)) == exponent).any() for block in blocks)
 
 
-def _read_config(path: pathlib.Path) -> ModelConfig:
+def read_config_file(path: pathlib.Path) -> ModelConfig:
   """Reads a `config.json` and the token ids of a `generation_config.json` beside it. Errors name the file."""
   values = untrusted_files.read_object(path)
   try:
@@ -255,7 +255,7 @@ def load_hf(
       message names it.
   """
   folder = pathlib.Path(directory)
-  config = _read_config(folder / "config.json")
+  config = read_config_file(folder / "config.json")
   with _Files(folder) as files, _named(folder):
     config = dataclasses.replace(config, dtype=dtype, param_dtype=param_dtype or _common_dtype(files))
     _check_sizes(files, config)
