@@ -9,11 +9,10 @@ from __future__ import annotations
 import tempfile
 
 from examples import environment
-from sao_jax.io.console import Console
 from sao_jax.learner import LearnerConfig, OptimizerConfig
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig
-from sao_jax.training import loop
+from sao_jax.training import Trainer
 from sao_jax.training.config import CriticConfig, RunConfig, WarmStartConfig
 
 
@@ -49,10 +48,11 @@ def make_config(num_steps: int) -> RunConfig:
 
 
 def main(num_steps: int = 200) -> dict[str, float]:
-  workdir = tempfile.mkdtemp()
-  summary = loop.train(make_config(num_steps), environment.make_domain(), workdir, console=Console())
-  print(f"success {summary['success_before']:.3f} -> {summary['success_after']:.3f}; metrics are in {workdir}")
-  return summary
+  with Trainer(make_config(num_steps), environment.make_domain(), workdir=tempfile.mkdtemp()) as trainer:
+    summary = trainer.train()
+    before, after = summary["success_before"], summary["success_after"]
+    print(f"success {before:.3f} -> {after:.3f}; metrics are in {trainer.workdir}")
+    return summary
 
 
 if __name__ == "__main__":

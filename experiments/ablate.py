@@ -56,13 +56,14 @@ class Runner:
   """
 
   def __init__(self, suite: str, *, base: str | None, workdir: pathlib.Path, quick: bool, jobs: int):
-    self.name = suite
-    self.suite = suites.SUITES[suite]
+    self.name = suites.folder_of(suite)
+    self.suite = suites.load(suite)
+    self._suite_flag = suite
     self._base_name = base or self.suite.base
     self._base = run_arm.base_config(self._base_name, quick=quick)
     # Suites with their own task share nothing with the others.
-    self._workdir = workdir / suite if self.suite.simulation else workdir
-    self._results = workdir / suite
+    self._workdir = workdir / self.name if self.suite.simulation else workdir
+    self._results = workdir / self.name
     self._quick = quick
     self._jobs = jobs
     tuned = self._workdir / "tuned.json"
@@ -76,8 +77,8 @@ class Runner:
     return self._workdir / "runs" / f"{arm.slug}_lr{self.learning_rate(arm):g}" / f"seed{seed}"
 
   def learning_rate(self, arm: Arm) -> float:
-    """Returns the tuned learning rate of an arm, or the base's."""
-    return self._rates.get(arm.family.slug, self._base.learner.policy_optimizer.learning_rate)
+    """Returns the tuned learning rate of an arm, or the base's, times the arm's factor."""
+    return arm.rate_factor * self._rates.get(arm.family.slug, self._base.learner.policy_optimizer.learning_rate)
 
   def print_rates(self) -> None:
     """Prints which learning rates are used, if an earlier command tuned some."""
@@ -137,7 +138,7 @@ class Runner:
 
   def _arm_flags(self, arm: Arm, seed: int, learning_rate: float) -> list[str]:
     return [
-      f"--suite={self.name}", f"--arm={arm.slug}", f"--seed={seed}", f"--start={self._start(seed)}",
+      f"--suite={self._suite_flag}", f"--arm={arm.slug}", f"--seed={seed}", f"--start={self._start(seed)}",
       f"--learning_rate={learning_rate!r}",
     ]  # fmt: skip
 
@@ -185,7 +186,10 @@ def usable_cores() -> int:
 
 
 def define_flags() -> None:
-  flags.DEFINE_enum("suite", None, sorted(suites.SUITES), "The comparison to run. Required without --report.")
+  flags.DEFINE_string(
+    "suite", None, f"The comparison: one of {', '.join(sorted(suites.SUITES))}, or MODULE:NAME of your own. Required "
+    "without --report.",
+  )  # fmt: skip
   flags.DEFINE_integer("seeds", 3, "The number of seeds of every arm. Seeds are 0, 1, ....", lower_bound=1)
   flags.DEFINE_string("workdir", None, "The folder for runs and results.", required=True)
   flags.DEFINE_string("base", None, "module:function of the run that all arms share. Defaults to the suite's.")
@@ -202,7 +206,8 @@ def main(argv: Sequence[str]) -> None:
   options = flags.FLAGS
   workdir = pathlib.Path(options.workdir).absolute()
   if options.report:
-    print("rebuilt:", ", ".join(report.rebuild(workdir)))
+    own = {} if options.suite is None else {suites.folder_of(options.suite): suites.load(options.suite)}
+    print("rebuilt:", ", ".join(report.rebuild(workdir, own)))
     if (document := pathlib.Path("RESULTS.md")).exists():
       document.write_text(report.fill(document.read_text(encoding="utf-8"), workdir), encoding="utf-8")
     return

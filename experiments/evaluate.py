@@ -1,13 +1,15 @@
 """Evaluates a policy: pass@1 on held-out tasks, averaged over runs.
 
     python -m experiments.evaluate --workdir=runs/NAME --episodes=1000
+    python -m experiments.evaluate --workdir=runs/NAME --step=50 --data=PROBLEMS.jsonl
+    python -m experiments.evaluate --checkpoint=DIR --data=PROBLEMS.jsonl --out=results/mine
     python -m experiments.evaluate --checkpoint=DIR --benchmark=AIME2025 --data=aime2025.jsonl --out=results/aime
     python -m experiments.evaluate --checkpoint=MODEL.gguf --benchmark=reasoning_gym:chain_sum --max_len=256 --notool
 
-The first command evaluates the newest checkpoint of a run on that run's own tasks. The others evaluate a Hugging Face
-directory or a GGUF file with its chat template on a benchmark (`experiments.support.benchmark_sets`). Their defaults
-are the paper's settings: temperature 1, top-p 1, up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs.
-math-verify grades the answers.
+The first command evaluates the newest checkpoint of a run on that run's own tasks; the second an earlier one, on a file
+of your own problems. The others evaluate a Hugging Face directory or a GGUF file with its chat template, on your own
+problems or on a benchmark (`experiments.support.benchmark_sets`). Their defaults are the paper's settings: temperature
+1, top-p 1, up to 50 turns, 131,072 tokens, Python as a tool, 16 or 4 runs. math-verify grades the answers.
 
 Every sample is written to `OUT/samples.jsonl` when it ends. The same command continues where it was stopped, with the
 same samples as without the interruption. It refuses to continue if the checkpoint or the problems have changed.
@@ -33,12 +35,11 @@ from experiments.tasks.factory import make_domain
 from sao_jax import models
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io import workdir as workdir_lib
-from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.jsonl import JsonlFile, cut_after_step
 from sao_jax.learner.algorithms import learner_config
 from sao_jax.rollout import EngineConfig, TooManyFailuresError
 from sao_jax.training import config as config_lib
-from sao_jax.training import evaluation, run_state
+from sao_jax.training import evaluation, pretrained, run_state
 from sao_jax.training.components import Components
 from sao_jax.training.config import EnvConfig, RunConfig
 from sao_jax.types import Params
@@ -48,10 +49,11 @@ from sao_jax.utils import process_exit
 def define_flags() -> None:
   flags.DEFINE_string("workdir", None, "The folder of a run to evaluate.")
   flags.DEFINE_integer("episodes", None, "The number of held-out episodes. Defaults to eval_episodes.", lower_bound=1)
+  flags.DEFINE_integer("step", None, "The learner step of the run's checkpoint. Defaults to the newest.", lower_bound=0)
   flags.DEFINE_string("samples", None, "With --workdir, appends every trajectory to this JSONL file.")
   flags.DEFINE_string("checkpoint", None, "The Hugging Face directory or GGUF file to evaluate.")
   flags.DEFINE_string("benchmark", None, f"One of {', '.join(benchmark_sets.BENCHMARKS)}, or reasoning_gym:TASK.")
-  flags.DEFINE_string("data", None, "The JSONL file of the benchmark, with its published fields.")
+  flags.DEFINE_string("data", None, "The JSONL or CSV file of the benchmark as published, or of your own problems.")
   flags.DEFINE_string("out", None, "The folder for samples and the result.")
   flags.DEFINE_integer("num_runs", None, "The number of runs. Defaults to the paper's.", lower_bound=1)
   flags.DEFINE_integer("num_tasks", 100, "The number of problems of a reasoning-gym task.", lower_bound=1)
@@ -72,15 +74,15 @@ def main(argv: Sequence[str]) -> None:
   options = flags.FLAGS
   check(options, [name for name in (*OF_RUNS, *OF_BENCHMARKS) if options[name].present])
   if options.workdir is not None:
-    evaluate_run(pathlib.Path(options.workdir), options.episodes, options.samples)
+    evaluate_run(pathlib.Path(options.workdir), options.episodes, options.samples, options.step, options.data)
   else:
     print(describe(evaluate_benchmark(options)))
 
 
-OF_RUNS = ("episodes", "samples")
+OF_RUNS = ("episodes", "samples", "step")
 """Flags that apply only with --workdir."""
 OF_BENCHMARKS = (
-  "benchmark", "data", "out", "num_runs", "num_tasks", "settings", "max_turns", "max_len", "max_action_tokens",
+  "benchmark", "out", "num_runs", "num_tasks", "settings", "max_turns", "max_len", "max_action_tokens",
   "temperature", "top_p", "tool", "num_slots", "dtype",
 )  # fmt: skip
 """Flags that apply only with --checkpoint; a run is evaluated on its own tasks with its own settings."""
@@ -103,8 +105,8 @@ def check(options: Any, given: Sequence[str]) -> None:
     raise app.UsageError(f"--{wrong[0]} needs --{of}: a run is evaluated on its own tasks, with its own settings.")
   if options.checkpoint is None:
     return
-  if options.benchmark is None or options.out is None:
-    raise app.UsageError("--checkpoint needs --benchmark and --out.")
+  if (options.benchmark is None and options.data is None) or options.out is None:
+    raise app.UsageError("--checkpoint needs --benchmark or --data, and --out.")
   benchmark_sets.default_runs(options.benchmark)
   if "settings" in given:
     parse_settings(options.settings)
@@ -122,19 +124,32 @@ def parse_settings(text: str) -> dict[str, Any]:
   return settings
 
 
-def evaluate_run(workdir: pathlib.Path, episodes: int | None, samples: str | None) -> None:
-  """Prints the success of a run's newest policy on its held-out tasks.
+def evaluate_run(
+  workdir: pathlib.Path, episodes: int | None, samples: str | None, step: int | None = None, data: str | None = None
+) -> None:
+  """Prints the success of a run's policy on held-out tasks.
+
+  Args:
+    workdir: the run's folder.
+    episodes: number of episodes; None: the run's, or one for each problem of `data`.
+    samples: file for the trajectories.
+    step: of the checkpoint; None: the newest.
+    data: file of problems in place of the run's held-out tasks.
 
   Raises:
-    ValueError: the workdir holds no checkpoint.
+    ValueError: the workdir holds no checkpoint, or `data` is given and the task of the run reads no file.
+    CheckpointError: there is no intact checkpoint of this step.
     TooManyFailuresError: every episode failed.
   """
   config = config_flags.from_config_dict(RunConfig, json.loads((workdir / "config.json").read_bytes()))
-  with Components(config, make_domain(config)) as parts:
-    step, policy = restore_policy(parts, workdir)
+  if data is not None:
+    config = with_problems(config, data)
+  with Components(config, make_domain(config), learning=False) as parts:
+    step, policy = restore_policy(parts, workdir, step)
+    episodes = episodes or (config.eval_episodes if data is None else parts.domain.num_eval_tasks)
     weights = parts.placement.for_engine(policy)
     result = evaluation.evaluate(
-      parts.rollouts, parts.domain, weights, num_episodes=episodes or config.eval_episodes, version=step
+      parts.rollouts, parts.domain, weights, num_episodes=episodes, version=step
     )
     if result.failed == result.n:
       raise all_failed(result.n, parts)
@@ -144,6 +159,18 @@ def evaluate_run(workdir: pathlib.Path, episodes: int | None, samples: str | Non
     f"checkpoint {step}: success {result.success_rate:.3f} (95 % interval {result.low:.3f} to {result.high:.3f}), "
     f"n = {result.n}, {result.turns_mean:.2f} turns, {result.failed} failed episodes"
   )
+
+
+def with_problems(config: RunConfig, data: str) -> RunConfig:
+  """Returns the config with another file of held-out problems.
+
+  Raises:
+    ValueError: the task has no option `held_out`.
+  """
+  if "held_out" not in config.env.options:
+    raise ValueError(f"--data needs a run whose task has the option held_out; received {config.env.factory!r}.")
+  options = {**config.env.options, "held_out": data}
+  return dataclasses.replace(config, env=dataclasses.replace(config.env, options=options))
 
 
 def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
@@ -171,7 +198,7 @@ def evaluate_benchmark(options: Any) -> evaluation.PassAtOne:
     samples = out / "samples.jsonl"
     cut_after_step(samples, 0)  # a kill may have left half a line at the end
     known = trajectory_io.read(samples) if samples.exists() else []
-    with Components(config, domain) as parts:
+    with Components(config, domain, learning=False) as parts:
       weights = parts.placement.for_engine(parts.placement.put(params))
       file = JsonlFile(samples)
       try:
@@ -245,18 +272,14 @@ def all_failed(count: int, parts: Components) -> TooManyFailuresError:
   )
 
 
-def restore_policy(parts: Components, workdir: pathlib.Path) -> tuple[int, Params]:
-  """Restores the policy of the newest checkpoint; returns its step and parameters.
+def restore_policy(parts: Components, workdir: pathlib.Path, step: int | None = None) -> tuple[int, Params]:
+  """Restores the policy of a checkpoint, by default the newest; returns its step and parameters.
 
   Raises:
     ValueError: the workdir holds no checkpoint.
+    CheckpointError: there is no intact checkpoint of this step.
   """
-  json_config = config_lib.to_json(parts.config)
-  with Checkpointer(workdir, config=json_config, may_differ=config_lib.MAY_DIFFER, read_only=True) as checkpointer:
-    restored = checkpointer.restore(run_state.checkpoint_template(parts))
-  if restored is None:
-    raise ValueError(f"{workdir} holds no checkpoint.")
-  return restored.step, restored.state["learner"].policy
+  return pretrained.restore_policy(workdir, run_state.checkpoint_template(parts)["learner"].policy, step=step)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Plots of a run, from its workdir's `metrics.jsonl` and `trajectories.jsonl` into `plots/*.png`.
 
     python -m experiments.plots --workdir=runs/...
+    python -m experiments.plots --workdir=runs/a,runs/b --out=comparison
+
+The second command draws one line per run into the same axes, `OUT/*.png`.
 
 Thin lines are the learner steps, thick ones a running mean over `SMOOTHING` of them.
 """
@@ -10,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -87,6 +90,62 @@ def plot_run(workdir: str | os.PathLike[str]) -> list[pathlib.Path]:
   return written
 
 
+COMPARED: Mapping[str, tuple[str, str]] = {
+  "success_rate": ("Training success", "fraction of episodes"),
+  "reward_mean": ("Mean reward", "reward of an episode"),
+  "explained_variance": ("Explained variance of the critic", "1 − Var(R − V) / Var(R)"),
+  "dis_masked_fraction": ("Action tokens masked by DIS", "fraction of action tokens"),
+  "entropy": ("Entropy of the policy", "nats per token"),
+  "approx_kl": ("KL from the rollouts' policy", "nats per token"),
+}
+"""Title and unit of the metrics that `compare_runs` draws."""
+
+
+def compare_runs(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> list[pathlib.Path]:
+  """Draws each metric of `COMPARED` with a line per run, and held-out success where it was measured.
+
+  Args:
+    workdirs: the runs' folders, two or more; their names label the lines.
+    out: folder of the pictures; made if needed.
+
+  Returns:
+    The files written.
+
+  Raises:
+    ValueError: a run has no learner row yet.
+  """
+  runs = {}
+  for workdir, name in zip(workdirs, _labels(workdirs), strict=True):
+    runs[name] = metrics_io.read_metrics(workdir)
+    if not runs[name][0]:
+      raise ValueError(f"{workdir / 'metrics.jsonl'} has no learner row yet: nothing to plot.")
+  out.mkdir(parents=True, exist_ok=True)
+  colors = mpl.colormaps["tab10"].colors  # type: ignore[attr-defined]
+  written = []
+  with mpl.rc_context(STYLE):
+    for key, (title, unit) in COMPARED.items():
+      figure = Figure(figsize=(8.2, 3.6), layout="constrained")
+      FigureCanvasAgg(figure)
+      axes = _axes(figure, title, "learner step", unit)
+      drawn = [_line(axes, rows, key, colors[i % 10], name) for i, (name, (rows, _)) in enumerate(runs.items())]
+      if key == "success_rate":
+        for i, (_, evaluation) in enumerate(runs.values()):
+          steps, rates = [x["step"] for x in evaluation], [x["eval_success_rate"] for x in evaluation]
+          axes.plot(steps, rates, "o", color=colors[i % 10], markersize=6)
+        axes.set_title("Training success (lines) and held-out success (dots)")
+      if any(drawn):
+        legend_beside(axes)
+        figure.savefig(out / f"{key}.png")
+        written.append(out / f"{key}.png")
+  return written
+
+
+def _labels(workdirs: Sequence[pathlib.Path]) -> list[str]:
+  """Returns the folders' names, or their paths if two names are equal."""
+  names = [workdir.name for workdir in workdirs]
+  return names if len(set(names)) == len(names) else [str(workdir) for workdir in workdirs]
+
+
 def draw_reward(figure: Figure, learner: Rows, evaluation: Rows) -> bool:
   """Training success and reward per step; held-out success with its 95 % interval."""
   axes = _axes(figure, "Success", "learner step", "fraction of episodes")
@@ -95,14 +154,22 @@ def draw_reward(figure: Figure, learner: Rows, evaluation: Rows) -> bool:
     _line(axes, learner, "reward_mean", GREY, "mean reward")
   if evaluation:
     rates = np.array([row["eval_success_rate"] for row in evaluation])
-    bounds = np.array([wilson_interval(row["eval_success_rate"] * row["eval_n"], row["eval_n"]) for row in evaluation])
+    bounds = np.array([_interval(row) for row in evaluation])
     errors = np.abs(bounds.T - rates)
     steps = [row["step"] for row in evaluation]
-    axes.errorbar(steps, rates, errors, fmt="o", color=ORANGE, markersize=5, capsize=3, label="held-out success (95 %)")
+    form = {"fmt": "o-" if len(steps) > 2 else "o", "markersize": 5, "capsize": 3}
+    axes.errorbar(steps, rates, errors, color=ORANGE, label="held-out success (95 %)", **form)
   low = min(0.0, min(row["reward_mean"] for row in learner))
   axes.set_ylim(low, max(1.0, *(row["reward_mean"] for row in learner)))
   legend_beside(axes)
   return True
+
+
+def _interval(row: dict[str, Any]) -> tuple[float, float]:
+  """The interval of an evaluation. Rows of other programs may lack it; Wilson's is right if no problem repeats."""
+  if "eval_low" in row and "eval_high" in row:
+    return row["eval_low"], row["eval_high"]
+  return wilson_interval(row["eval_success_rate"] * row["eval_n"], row["eval_n"])
 
 
 def draw_explained_variance(figure: Figure, learner: Rows) -> bool:
@@ -239,13 +306,19 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  if flags.FLAGS.workdir is None:
-    raise app.UsageError("--workdir is required: the folder of a run.")
-  for path in plot_run(flags.FLAGS.workdir):
+  workdirs = [pathlib.Path(name) for name in flags.FLAGS.workdir]
+  if not workdirs:
+    raise app.UsageError("--workdir is required: the folder of a run, or of several.")
+  if len(workdirs) > 1 and flags.FLAGS.out is None:
+    raise app.UsageError("--out is required with several workdirs: the folder of the pictures.")
+  if len(workdirs) == 1 and flags.FLAGS.out is not None:
+    raise app.UsageError("--out needs several workdirs: the plots of one run are in its workdir.")
+  for path in plot_run(workdirs[0]) if len(workdirs) == 1 else compare_runs(workdirs, pathlib.Path(flags.FLAGS.out)):
     print(path)
 
 
 if __name__ == "__main__":
   # Not at import: train.py, which has a --workdir of its own, imports this module.
-  flags.DEFINE_string("workdir", None, "The run's folder.")
+  flags.DEFINE_list("workdir", [], "The folder of a run, or of several, separated by commas.")
+  flags.DEFINE_string("out", None, "With several workdirs, the folder of the pictures.")
   command.run(main)

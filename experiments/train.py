@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import pathlib
@@ -22,9 +23,9 @@ from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.console import Console
 from sao_jax.parallel import distributed
 from sao_jax.training import config as config_lib
-from sao_jax.training import loop
 from sao_jax.training.config import RunConfig
 from sao_jax.training.signals import Interrupted, StopSignals
+from sao_jax.training.trainer import Trainer
 from sao_jax.utils import process_exit
 
 DEFAULT_PRESET = str(pathlib.Path(__file__).parent / "presets" / "tool_math_cpu.py")
@@ -38,6 +39,12 @@ _STAGE = flags.DEFINE_enum(
   ["all", *config_lib.STAGES],
   "Runs only this stage, whose predecessors must be in the workdir. Defaults to all stages.",
 )
+_ALLOW_CHANGE = flags.DEFINE_list(
+  "allow_change",
+  [],
+  "The fields that this run may change in a workdir that holds a run already, such as "
+  f"learner.policy_optimizer.learning_rate. Allowed are {', '.join(sorted(config_lib.MAY_CHANGE))}.",
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -47,6 +54,8 @@ def main(argv: Sequence[str]) -> None:
   if launch is not None and _WORKDIR.value is None:
     raise app.UsageError("--workdir is required with several processes. All of them must be able to write to it.")
   config = config_flags.read(RunConfig)
+  if _ALLOW_CHANGE.value:
+    config = dataclasses.replace(config, may_change=tuple(_ALLOW_CHANGE.value))
   workdir = pathlib.Path(_WORKDIR.value or f"runs/{datetime.datetime.now():%Y-%m-%d_%H%M%S}")
   within = workdir.absolute()  # an environment may change the working directory
   stages = config_lib.STAGES if _STAGE.value == "all" else (_STAGE.value,)
@@ -55,9 +64,10 @@ def main(argv: Sequence[str]) -> None:
   try:
     with StopSignals() as signals, signals.interruptible():
       domain = make_domain(config)
-    summary = loop.train(
-      config, domain, within, run_stages=stages, console=console, make_domain=functools.partial(make_domain, config)
-    )
+    with Trainer(
+      config, domain, within, console=console, make_domain=functools.partial(make_domain, config)
+    ) as trainer:
+      summary = trainer.train(run_stages=stages)
     if summary is not None and distributed.is_main_process():
       with workdir_lib.writing(within), StopSignals() as signals, signals.interruptible():
         report(within, summary, console, named=workdir)

@@ -99,8 +99,41 @@ class SlotPlacement(NamedTuple):
   dispatching: Callable[[], contextlib.AbstractContextManager[Any]]
   """Context around every dispatch of a program. If several threads start programs over several devices, it must make
   sure that all devices start them in the same order."""
+  logits: Callable[[jax.Array], jax.Array] = lambda logits: logits
+  """Constrains `[S, V]` logits, so that each device samples whole rows."""
   row_multiple: int = 1
   """The leading axis of a cache must be a multiple of it."""
+
+
+class RaggedBatch(NamedTuple):
+  """Tokens of several sequences in one row, over a paged cache of P pages: T tokens of S sequences of up to N pages."""
+
+  positions: Int32[Array, "T"]
+  """Position of each token in its sequence."""
+  targets: Int32[Array, "T"]
+  """Where each token is stored: page * page_size + offset; for padding, an offset in page 0."""
+  lengths: Int32[Array, "S"]
+  """Tokens of each sequence, those of the batch included; at least 1."""
+  tables: Int32[Array, "S N"]
+  """Pages of each sequence, in the order of its tokens."""
+  starts: Int32[Array, "S_plus_1"]
+  """First token of each sequence among the T, and the end of the last one. A sequence's tokens are its newest ones."""
+  num_rows: Int32[Array, "1"]
+  """Number of sequences with tokens. They come first."""
+
+
+class PagedPolicy(NamedTuple):
+  """A policy over a paged cache: the form that the rollout engine uses on TPUs."""
+
+  token_state: Callable[[], Cache]
+  """`() -> shapes`: what is stored for each token, a pytree of `jax.ShapeDtypeStruct`. A leaf of shape `s` makes an
+  array `[pages, page_size, *s]` of the cache."""
+
+  step: Callable[[Params, Cache, jax.Array, RaggedBatch], tuple[jax.Array, Cache]]
+  """`(params, pages, tokens [T], batch) -> (hidden [T, D], pages)`: feeds prompt and decode tokens together."""
+
+  lm_head: Callable[[Params], jax.Array]
+  """`(params) -> [D, V]`."""
 
 
 class CachedPolicy(NamedTuple):
@@ -142,6 +175,9 @@ class CachedPolicy(NamedTuple):
 
   prepare: Callable[[Params], Params] = lambda params: params
   """`(params) -> prepared`: converts the weights for decoding, e.g. joins kernels; runs once per policy version."""
+
+  paged: PagedPolicy | None = None
+  """The policy over a paged cache; None: pages are gathered for the functions above, on any platform."""
 
   placement: SlotPlacement | None = None
   """Set on a mesh (`parallel.cached_on_mesh`), where the functions above keep the cache sharded. None: JAX's default
@@ -216,6 +252,10 @@ class Domain:
   start."""
   close: Callable[[], None] = lambda: None
   """Frees resources that the environments share, e.g. a pool of interpreters."""
+  files: Sequence[str] = ()
+  """Files that the tasks come from. A resumed run refuses to go on if their contents have changed."""
+  format_prompt: Callable[[str], str] = str
+  """Writes a user's text as the start of an episode, in the policy's chat template if it has one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -335,3 +375,5 @@ class TokenBatch:
   """True on all tokens of a trajectory that was cut off. With `truncation="bootstrap"`, its end is bootstrapped."""
   baseline_adv: Float32[Array, "*M B T"]
   """Advantage from rewards alone (e.g. group or running mean), on all tokens of the trajectory; 0 if unused."""
+  version: Int32[Array, "*M B T"] | None = None
+  """Policy version of the action tokens of a trajectory that one version wrote; -1 elsewhere. For health checks."""

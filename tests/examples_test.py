@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pathlib
 import re
 import runpy
@@ -9,8 +11,13 @@ import runpy
 import pytest
 
 from examples import environment, losses, train
+from sao_jax import models
+from sao_jax.training.config import RunConfig
+from tests.experiments.chat_checkpoint import write_tokenizer
+from tests.models import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
+CODE = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
 def test_each_is_a_page_and_is_named_in_the_readme():
@@ -49,6 +56,34 @@ def test_training_from_python(
 
 
 def test_the_code_of_the_readme(capsys: pytest.CaptureFixture[str]):
-  (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-  exec(code, {})
+  exec(CODE[1], {})
   assert capsys.readouterr().out.startswith("[0.74 0.   0.6 ] 0.40")
+
+
+@pytest.mark.timeout(600)
+def test_the_trainer_of_the_readme(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+  """As it stands there, but for two steps with small batches and rows."""
+  pytest.importorskip("math_verify")
+  monkeypatch.chdir(tmp_path)
+  model = tiny.dense(vocab_size=264)
+  models.save_hf("DIR", model, tiny.policy_params(model))
+  write_tokenizer(pathlib.Path("DIR"))
+  rows = [{"problem": f"What is {i} + 4?", "answer": str(i + 4)} for i in range(20)]
+  pathlib.Path("PROBLEMS.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  small = 'train="PROBLEMS.jsonl", max_len=112, num_slots=8'
+  code = CODE[0].replace('train="PROBLEMS.jsonl"', small).replace("train(100)", "train(1)")
+  code = code.replace("\nwith ", '\nfrom tests import examples_test\nconfig = examples_test.shrunk(config)\nwith ')
+  exec(code, {})
+  assert re.search(r"\n\['.*'\] 0\.0\n$", capsys.readouterr().out, re.DOTALL)
+  assert {path.name for path in pathlib.Path("TRAINED").iterdir()} == {
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+  }  # fmt: skip
+  assert models.load_hf("TRAINED")[0] == model
+
+
+def shrunk(config: RunConfig) -> RunConfig:
+  critic = dataclasses.replace(config.critic, pretraining_trajectories=8)
+  engine = dataclasses.replace(config.engine, max_action_tokens=8)
+  return dataclasses.replace(config, batch_size=8, eval_episodes=4, critic=critic, engine=engine)

@@ -24,7 +24,7 @@ from experiments.tasks.options import checked
 WINDOW = 10
 """Learner steps over which training success is averaged."""
 RECOVERED = 0.9
-COLORS = {"cute": "#d9822b", "chuunibyou": "#7a5cb5", "classical": "#3d9a5f"}
+COLORS = {"academic": "#2f6db5", "cute": "#d9822b", "chuunibyou": "#7a5cb5", "classical": "#3d9a5f"}
 
 Row = Mapping[str, Any]
 
@@ -114,6 +114,8 @@ def plot(path: str | os.PathLike[str], suite: Suite, rows: Sequence[Row]) -> Non
         for row in mine:
           if f"eval_accuracy_{style}" in row:
             by_step.setdefault(row["step"], []).append(row[f"eval_accuracy_{style}"])
+        if not by_step:  # results of before there were academic answers
+          continue
         steps = sorted(by_step)
         color = COLORS[style]
         axis.plot(steps, [np.mean(by_step[x]) for x in steps], color=color, label=style)

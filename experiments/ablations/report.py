@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import pathlib
 import re
+from collections.abc import Mapping
 
 from experiments.ablations import results
-from experiments.ablations.suites import SUITES
+from experiments.ablations.suites import SUITES, Suite
 
 NOTHING = "Not run yet."
 
 
-def rebuild(folder: pathlib.Path) -> list[str]:
+def rebuild(folder: pathlib.Path, own: Mapping[str, Suite] | None = None) -> list[str]:
   """Writes `SUITE/SUITE.md` and plots for every `SUITE/SUITE.csv` in a folder; returns the names of the suites.
+
+  Args:
+    folder: the folder of the results.
+    own: suites besides `SUITES`, by the name of their folder.
 
   Raises:
     ValueError: the folder holds no results.
   """
-  done = [name for name in SUITES if (folder / name / f"{name}.csv").exists()]
+  known = {**SUITES, **(own or {})}
+  done = [name for name in known if (folder / name / f"{name}.csv").exists()]
   if not done:
-    raise ValueError(f"{folder} must hold SUITE/SUITE.csv of one of {', '.join(SUITES)}; it holds none.")
+    raise ValueError(f"{folder} must hold SUITE/SUITE.csv of one of {', '.join(known)}; it holds none.")
   for name in done:
     old = (folder / name / f"{name}.md").read_text(encoding="utf-8")
-    results.draw_all(folder / name, name, SUITES[name], old.partition(results.MADE)[2])
+    results.draw_all(folder / name, name, known[name], old.partition(results.MADE)[2])
   return done
 
 

@@ -28,7 +28,8 @@ COLUMNS = (
   "dis_masked_fraction", "dis_masked_low", "dis_masked_high", "ratio_mean", "approx_kl", "entropy", "policy_grad_norm",
   "advantage_std", "value_loss", "critic_grad_norm", "explained_variance", "explained_variance_before",
   "turns_mean", "tokens_mean", "time_s",
-  "preferred", "eval_accuracy_cute", "eval_accuracy_chuunibyou", "eval_accuracy_classical",
+  "observation_fraction", "advantage_snr", "masked_fraction_positive_adv", "masked_fraction_negative_adv",
+  "preferred", "eval_accuracy_academic", "eval_accuracy_cute", "eval_accuracy_chuunibyou", "eval_accuracy_classical",
 )  # fmt: skip
 """One row per learner step, and one per evaluation (with `eval_success_rate`); what a row lacks is empty."""
 COLORS = ("#2f6db5", "#d9822b", "#3d9a5f", "#b5492f", "#7a5cb5", "#888888", "#b59a2f", "#4aa6b5", "#b54a8c")
@@ -145,18 +146,24 @@ def table(suite: Suite, rows: Sequence[Row]) -> str:
     steps = [str(step) for step in collapses(rows, arm).values() if step is not None]
     return f"{len(steps)} ({', '.join(steps)})" if steps else "0"
 
+  more = {
+    "training success, last tenth": end("success_rate"),
+    "EV before fits, last tenth": end("explained_variance_before"),
+    "masked, last tenth": end("dis_masked_fraction", 4),
+    "collapsed (at step)": fallen,
+  }
+  if "critic_grad_norm" in suite.curves:
+    more["critic's gradient norm before clipping, mean (largest)"] = lambda arm: _mean_and_largest(
+      rows, arm, "critic_grad_norm"
+    )
   return tables.arms_table(
-    suite,
-    rows,
-    success=lambda arm: final_success(rows, arm),
-    title="held-out success",
-    more={
-      "training success, last tenth": end("success_rate"),
-      "EV before fits, last tenth": end("explained_variance_before"),
-      "masked, last tenth": end("dis_masked_fraction", 4),
-      "collapsed (at step)": fallen,
-    },
+    suite, rows, success=lambda arm: final_success(rows, arm), title="held-out success", more=more
   )
+
+
+def _mean_and_largest(rows: Sequence[Row], arm: str, key: str) -> str:
+  found = [row[key] for row in rows if row["arm"] == arm and math.isfinite(row.get(key, math.nan))]
+  return f"{np.mean(found):.3f} ({max(found):.3f})" if found else ""
 
 
 def _mean(by_seed: Mapping[int, float], *, digits: int = 3) -> str:

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
   arm = arm.family if options.tuning else arm
   start = str(pathlib.Path(options.start) / "policy") if base.warm_start.num_steps else None
   config = suites.arm_config(base, arm, seed=options.seed, start=start, learning_rate=options.learning_rate)
-  if suites.SUITES[options.suite].simulation:
+  if suites.load(options.suite).simulation:
     summary: Any = simulation.train(config, folder, console=Console())
   else:
     summary = loop.train(config, make_domain(config), folder, console=Console())

@@ -1,5 +1,7 @@
 """The suites of `experiments.ablate`: the arms that each compares, and the config of every arm.
 
+A suite of your own is a `Suite` in a module of yours, for `--suite=MODULE:NAME`.
+
 Every arm is the base run with a few changes. All arms share the start (one warm-started policy per seed), the tasks and
 their order, the batch, the steps, the engine and the critic pretraining. Group methods draw `batch_size / GROUP_SIZE`
 prompts with `GROUP_SIZE` rollouts each, so that all arms see the same number of trajectories.
@@ -11,6 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from experiments.tasks.factory import FactoryError, import_named
 from sao_jax.learner.algorithms import ALGORITHMS
 from sao_jax.training.config import CriticConfig, RunConfig, WarmStartConfig
 
@@ -36,6 +39,15 @@ class Arm:
   """Number of steps, as a multiple of the base run's."""
   rated_as: Arm | None = None
   """The arm whose learning rate this one uses; None to tune its own."""
+  rate_factor: float = 1.0
+  """Multiple of that rate. With four updates per batch, 0.25 matches the nominal step of one."""
+  critic_clipping: bool = True
+  """False: the critic's gradients are not clipped."""
+
+  @property
+  def updates(self) -> int:
+    """Policy updates per batch."""
+    return int(self.learner.get("policy_minibatches", 1))
 
   @property
   def slug(self) -> str:
@@ -73,18 +85,61 @@ class Suite:
 SAO = Arm(name=REFERENCE)
 # PPO's clipping acts on the updates of minibatches: with one update per batch, every ratio to pi_old is 1.
 _CLIPPED: Mapping[str, Any] = {"policy_minibatches": 4}
+_TO_ROLLOUT: Mapping[str, Any] = {"old_policy": "rollout"}
 GRPO = Arm(name="GRPO", algorithm="grpo", learner=_CLIPPED)
 GRPO_DIS = Arm(name="GRPO + DIS", algorithm="grpo_dis")
-VAPO = Arm(name="VAPO", algorithm="vapo", learner=_CLIPPED)
+# The paper's name for single rollouts with a value model and PPO's clipping; it has VAPO's length-adaptive lambda, but
+# neither its alpha of 0.05, nor its loss on positive examples, nor its groups.
+VANILLA_VAPO = Arm(name="vanilla VAPO", algorithm="vapo", learner=_CLIPPED)
 DIS_ONLY = Arm(name="DIS only", algorithm="sao_dis_only")
 RUNNING_MEAN = Arm(name="running mean", algorithm="running_mean")
 GLOBAL_RUNNING_MEAN = Arm(name="global running mean", algorithm="global_running_mean")
-MAIN_ARMS = (SAO, DIS_ONLY, GRPO_DIS, GRPO, VAPO, RUNNING_MEAN)
+MAIN_ARMS = (SAO, DIS_ONLY, GRPO_DIS, GRPO, VANILLA_VAPO, RUNNING_MEAN)
 LAGS = (0, 2, 8, 32)
 
 
 def _lagged(arm: Arm, lag: int) -> Arm:
   return dataclasses.replace(arm, name=f"{arm.name}, lag {lag}", lag=lag)
+
+
+def _one_update_or_four(name: str, algorithm: str) -> tuple[Arm, ...]:
+  """Arms of a method with pi_old: one update per batch, one with pi_old = the rollout's, four at a matched step.
+
+  In the first, pi_old is the policy itself, every ratio is 1 and nothing is clipped. In the second, ratios are those to
+  the engine's own log-probs. In the third, pi_old is the policy before the first of four updates on a quarter of the
+  batch each, at a quarter of the first arm's rate.
+  """
+  one = Arm(name=f"{name}, 1 update", algorithm=algorithm)
+  return (
+    one,
+    Arm(name=f"{name}, 1 update, pi_old = rollout", algorithm=algorithm, learner=_TO_ROLLOUT, rated_as=one),
+    Arm(name=f"{name}, 4 updates", algorithm=algorithm, learner=_CLIPPED, rated_as=one, rate_factor=0.25),
+  )
+
+
+_CORRECTIONS = (
+  SAO,
+  # With one update per batch this is also PPO's clipping against pi_old = the policy before it, which clips nothing.
+  Arm(name="no correction", algorithm="sao_uncorrected", rated_as=SAO),
+  Arm(name="PPO clip, pi_old = rollout", algorithm="sao_ppo_clip", learner=_TO_ROLLOUT, rated_as=SAO),
+  Arm(name="truncated IS, SAO's rate", algorithm="sao_truncated_is", rated_as=SAO),
+  *(
+    Arm(name=f"{name}, 4 updates", algorithm=algorithm, learner=_CLIPPED, rated_as=SAO, rate_factor=0.25)
+    for name, algorithm in (
+      ("DIS", "sao"),
+      ("no correction", "sao_uncorrected"),
+      ("PPO clip, matched step", "sao_ppo_clip"),
+      ("truncated IS", "sao_truncated_is"),
+    )
+  ),
+)
+"""Arms that differ only in what they do about old tokens, in two blocks of equal rate and number of updates."""
+_CRITIC_FORMS = (
+  SAO,
+  Arm(name="K = 1", algorithm="sao_one_update"),
+  Arm(name="attention frozen", algorithm="sao_frozen_attention"),
+  Arm(name="all parameters", algorithm="sao_full_critic"),
+)
 
 
 SUITES: Mapping[str, Suite] = {
@@ -111,6 +166,33 @@ SUITES: Mapping[str, Suite] = {
       Arm(name="fixed lambda 0.95", algorithm="sao_fixed_lambda"),
     ),
     curves=("success_rate", "explained_variance", "critic_grad_norm", "value_loss"),
+  ),
+  "critic_forms": Suite(
+    title="What the value model trains, with and without clipping of its gradients (Table 4, Figure 4 b)",
+    arms=(
+      *_CRITIC_FORMS,
+      *(
+        dataclasses.replace(arm, name=f"{arm.name}, critic not clipped", critic_clipping=False, rated_as=arm)
+        for arm in _CRITIC_FORMS
+      ),
+    ),
+    curves=("success_rate", "explained_variance", "critic_grad_norm", "value_loss"),
+  ),
+  "updates": Suite(
+    title="Methods with pi_old: one update per batch, or four at a matched step",
+    arms=(
+      SAO,
+      *_one_update_or_four("GRPO", "grpo"),
+      *_one_update_or_four("vanilla VAPO", "vapo"),
+      *_one_update_or_four("PPO clip", "sao_ppo_clip"),
+      Arm(name="vanilla VAPO + positive examples", algorithm="vapo", learner={**_CLIPPED, "positive_weight": 0.1}),
+    ),
+    curves=("success_rate", "dis_masked_fraction", "entropy", "approx_kl"),
+  ),
+  "correction": Suite(
+    title="DIS, other corrections and none, by policy lag",
+    arms=tuple(_lagged(arm, lag) for lag in LAGS for arm in _CORRECTIONS),
+    curves=("success_rate", "dis_masked_fraction", "entropy", "approx_kl"),
   ),
   "clipping": Suite(
     title="DIS against clipping, by policy lag (Figure 4 c)",
@@ -157,6 +239,35 @@ SUITES: Mapping[str, Suite] = {
 }
 
 
+def load(name: str) -> Suite:
+  """Returns a suite by its key in `SUITES`, or one of your own by `module:NAME`.
+
+  Raises:
+    ValueError: there is no such suite, or it lacks the arm that the others are compared with.
+  """
+  if name in SUITES:
+    return SUITES[name]
+  module, _, attribute = name.partition(":")
+  if not attribute:
+    raise ValueError(f"suite must be one of {', '.join(sorted(SUITES))}, or module:NAME; received {name!r}.")
+  try:
+    suite = getattr(import_named(module), attribute, None)
+  except FactoryError as error:
+    raise ValueError(f"suite must name a module that can be imported; received {name!r}: {error}") from error
+  if not isinstance(suite, Suite):
+    raise ValueError(f"suite {name!r} must be a `suites.Suite`; received {type(suite).__name__}.")
+  lags = {arm.lag for arm in suite.arms}
+  wanted = {REFERENCE if lag is None else _lagged(SAO, lag).name for lag in lags}
+  if missing := wanted - {arm.name for arm in suite.arms}:
+    raise ValueError(f"suite {name!r} must have the arms that others are compared with; it lacks {sorted(missing)}.")
+  return suite
+
+
+def folder_of(name: str) -> str:
+  """Returns the name of a suite's folder and files: NAME of `module:NAME`."""
+  return name.rpartition(":")[2]
+
+
 def reference_of(suite: Suite, arm: Arm) -> Arm:
   """Returns the arm that `arm` is compared with: SAO, at the same lag if the suite has several lags."""
   name = REFERENCE if arm.lag is None else _lagged(SAO, arm.lag).name
@@ -169,10 +280,11 @@ def find(suite: str, arm: str) -> Arm:
   Raises:
     ValueError: the suite has no such arm.
   """
-  for known in SUITES[suite].arms:
+  arms = load(suite).arms
+  for known in arms:
     if known.slug == arm:
       return known
-  raise ValueError(f"arm must be one of {', '.join(x.slug for x in SUITES[suite].arms)}; received {arm!r}.")
+  raise ValueError(f"arm must be one of {', '.join(x.slug for x in arms)}; received {arm!r}.")
 
 
 def arm_config(
@@ -185,7 +297,7 @@ def arm_config(
     arm: the changes to it.
     seed: seed of tasks, sampling and critic.
     start: the Hugging Face directory of the seed's warm-started policy; None for the base's own start.
-    learning_rate: the policy's tuned learning rate; None for the base's.
+    learning_rate: the policy's learning rate, times `rate_factor` already; None for the base's.
   """
   fields = dict(ALGORITHMS[arm.algorithm])
   if arm.learner.get("policy_minibatches", 1) > 1:
@@ -194,6 +306,9 @@ def arm_config(
   if learning_rate is not None:
     optimizer = dataclasses.replace(learner.policy_optimizer, learning_rate=learning_rate)
     learner = dataclasses.replace(learner, policy_optimizer=optimizer)
+  if not arm.critic_clipping:
+    optimizer = dataclasses.replace(learner.critic_optimizer, max_grad_norm=None)
+    learner = dataclasses.replace(learner, critic_optimizer=optimizer)
   changes: dict[str, Any] = {"algorithm": arm.algorithm, "learner": learner, "seed": seed}
   changes["num_steps"] = arm.length * base.num_steps
   changes["group_size"] = GROUP_SIZE if learner.needs_groups else 1

@@ -29,12 +29,12 @@ def arms_table(
     title: title of the column of that figure.
     more: further columns: maps each title to a function from the name of an arm to a cell.
   """
-  titles = ("arm", "lr", "seeds", title, "minus SAO, paired", *more)
+  titles = ("arm", "lr", "updates per batch", "seeds", title, "minus SAO, paired", *more)
   lines: list[tuple[str, ...]] = []
   for arm in suite.arms:
     found = success(arm.name)
     if not found:
-      lines.append((arm.name, "", "0", *[""] * (len(titles) - 3)))
+      lines.append((arm.name, "", str(arm.updates), "0", *[""] * (len(titles) - 4)))
       continue
     rate = next(row["learning_rate"] for row in rows if row["arm"] == arm.name)
     reference = reference_of(suite, arm)
@@ -45,7 +45,7 @@ def arms_table(
       difference += f", n = {len(shared)}"
     estimate = str(bootstrap_mean(list(found.values())))
     cells = (cell(arm.name) for cell in more.values())
-    lines.append((arm.name, f"{rate:g}", str(len(found)), estimate, difference, *cells))
+    lines.append((arm.name, f"{rate:g}", str(arm.updates), str(len(found)), estimate, difference, *cells))
   return markdown(titles, lines)
 
 

@@ -16,6 +16,10 @@ share of the simulated one. `share_of_separate` uses the stage times of the sync
 schedules: it estimates what engine and learner would reach on separate machines. The difference between the two is the
 loss from sharing these cores.
 
+In this setting the learner is busy all the time, so that async and group train equally many trajectories.
+`fast_learner` repeats both with tools that take 8 times as long (median 0.4 s): the learner waits for trajectories, as
+it does where rollouts take most of the time, and what groups cost shows in throughput and staleness.
+
 Prediction before the first run: a sync step waits about 2 s for its slowest episode and works for about 1 s. An async
 step works for about 0.7 s and is bound by the learner, which makes it 4 times as fast as sync, or 90 % of the simulated
 speed-up. Groups lose little throughput, because slots are refilled while members wait, but their staleness is higher.
@@ -53,6 +57,7 @@ GROUP_SIZE = 8
 MAX_TURNS = 6
 MAX_STALENESS = 8
 TOOL_S = LogNormal(median=0.05, sigma=1.2)
+SLOW_TOOL_S = LogNormal(median=0.4, sigma=1.2)
 VOCABULARY = 128
 NUM_STOP_IDS = 8
 
@@ -84,11 +89,13 @@ class SlowTool(Environment):
   Args:
     salt: together with the task's number, the seed of turns and latencies.
     spans: receives the seconds of every episode by its task's number.
+    tool_s: seconds of a call.
   """
 
-  def __init__(self, salt: int, spans: dict[int, Span]) -> None:
+  def __init__(self, salt: int, spans: dict[int, Span], tool_s: LogNormal = TOOL_S) -> None:
     self._salt = salt
     self._spans = spans
+    self._latency = tool_s
 
   def reset(self, task_index: int) -> str:
     self._task = task_index
@@ -104,7 +111,7 @@ class SlowTool(Environment):
     if not self._turns:
       return Step(reward=float(self._rng.integers(2)), done=True)
     began = time.perf_counter()
-    time.sleep(float(TOOL_S.draw(self._rng, 1)[0]))
+    time.sleep(float(self._latency.draw(self._rng, 1)[0]))
     self._tool_s += time.perf_counter() - began
     self._note()
     return Step(observation="o" * 8)
@@ -118,12 +125,12 @@ class SlowTool(Environment):
     """Does nothing: there are no resources."""
 
 
-def make_domain(schedule: str, spans: dict[int, Span]) -> Domain:
+def make_domain(schedule: str, spans: dict[int, Span], tool_s: LogNormal = TOOL_S) -> Domain:
   """Makes the task. With `group`, the members of a group differ in turns and latencies."""
   salts = itertools.count() if schedule == "group" else itertools.repeat(0)
 
   def make_env(split: Split) -> SlowTool:
-    return SlowTool(next(salts), spans)
+    return SlowTool(next(salts), spans, tool_s)
 
   return Domain(make_env=make_env, tokenizer=LetterTokenizer(), num_train_tasks=1_000_000, num_eval_tasks=1)
 
@@ -197,10 +204,13 @@ class Measured:
   """The episodes of the trained trajectories, in the order of their requests."""
 
 
-def measure(schedule: str, *, batch_size: int, slots: int, steps: int, warmup_steps: int) -> Measured:
+def measure(
+  schedule: str, *, batch_size: int, slots: int, steps: int, warmup_steps: int, tool_s: LogNormal = TOOL_S
+) -> Measured:
   """Runs the loop of a schedule and measures it after the warm-up."""
   spans: dict[int, Span] = {}
-  with Components(make_config(schedule, batch_size=batch_size, slots=slots), make_domain(schedule, spans)) as parts:
+  domain = make_domain(schedule, spans, tool_s)
+  with Components(make_config(schedule, batch_size=batch_size, slots=slots), domain) as parts:
     policy = parts.init_policy()
     state = parts.init_state(policy, parts.init_critic(policy))
     source, weights = make_schedule(parts, schedule)
@@ -314,6 +324,26 @@ def run(*, batch_size: int, slots: int, steps: int, warmup_steps: int) -> dict[s
   }
 
 
+def fast_learner(*, batch_size: int, slots: int, steps: int, warmup_steps: int) -> dict[str, object]:
+  """Measures single rollouts and groups where the learner waits for trajectories; prints rows, returns the figures."""
+  sizes = {"batch_size": batch_size, "slots": slots, "steps": steps, "warmup_steps": warmup_steps}
+  measured = {schedule: measure(schedule, **sizes, tool_s=SLOW_TOOL_S) for schedule in ("group", "async")}
+  print(f"tools of {SLOW_TOOL_S.median} s in the median, so that the learner waits")
+  for schedule, m in measured.items():
+    print(
+      f"{schedule:8}{m.trajectories_per_s:9.1f} traj/s, learner busy {m.learner_busy_fraction:.0%}, "
+      f"staleness {m.staleness_mean:.2f}, {m.dropped_stale} dropped"
+    )
+  speed = {schedule: m.trajectories_per_s for schedule, m in measured.items()}
+  return {
+    "trajectories_per_s": speed,
+    "speedup_async_over_group": speed["async"] / speed["group"],
+    "staleness_mean": {schedule: m.staleness_mean for schedule, m in measured.items()},
+    "dropped_stale": {schedule: m.dropped_stale for schedule, m in measured.items()},
+    "learner_busy_fraction": {schedule: m.learner_busy_fraction for schedule, m in measured.items()},
+  }
+
+
 def define_flags() -> None:
   """Defines the command's flags. Importing the module does not, since other commands use the same names."""
   flags.DEFINE_integer(
@@ -321,6 +351,9 @@ def define_flags() -> None:
   )
   flags.DEFINE_integer("slots", 64, "The number of episodes at a time.", lower_bound=1)
   flags.DEFINE_integer("steps", 30, "The number of learner steps to measure.", lower_bound=1)
+  flags.DEFINE_integer(
+    "fast_learner_steps", 20, "The number of learner steps to measure with slow tools; 0: none.", lower_bound=0
+  )
   flags.DEFINE_integer("warmup_steps", 10, "The number of learner steps before the measurement.", lower_bound=1)
 
 
@@ -331,7 +364,10 @@ def main(argv: Sequence[str]) -> None:
       f"--batch_size must be a multiple of {GROUP_SIZE}; received {flags.FLAGS['batch_size'].value}."
     )
   names = ("batch_size", "slots", "steps", "warmup_steps")
-  print(json.dumps(run(**{name: flags.FLAGS[name].value for name in names})))
+  settings = {name: flags.FLAGS[name].value for name in names}
+  result, slow_steps = run(**settings), flags.FLAGS["fast_learner_steps"].value
+  slow = fast_learner(**{**settings, "steps": slow_steps}) if slow_steps else None
+  print(json.dumps({**result, "fast_learner": slow}))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def quiet() -> contextlib.AbstractContextManager[object]:
   return warnings.catch_warnings(action="ignore")
 
 
-def tunix_model() -> Any:
-  """Makes `MODEL` as Tunix's Qwen3, with random weights.
+def tunix_model(model: ModelConfig | None = None) -> Any:
+  """Makes a model as Tunix's Qwen3, with random weights; None: `MODEL`.
 
   Raises:
     ImportError: google-tunix is not installed.
@@ -59,17 +59,18 @@ def tunix_model() -> Any:
   with require_extra("bench"), quiet():
     from tunix.models.qwen3 import model as tunix_qwen3
 
+  model = MODEL if model is None else model
   config = tunix_qwen3.ModelConfig(
-    num_layers=MODEL.num_layers,
-    vocab_size=MODEL.vocab_size,
-    embed_dim=MODEL.hidden_size,
-    hidden_dim=MODEL.intermediate_size,
-    num_heads=MODEL.num_heads,
-    head_dim=MODEL.head_dim,
-    num_kv_heads=MODEL.num_kv_heads,
-    rope_theta=int(MODEL.rope_theta),
-    norm_eps=MODEL.norm_eps,
-    use_tied_embedding=MODEL.tie_word_embeddings,
+    num_layers=model.num_layers,
+    vocab_size=model.vocab_size,
+    embed_dim=model.hidden_size,
+    hidden_dim=model.intermediate_size,
+    num_heads=model.num_heads,
+    head_dim=model.head_dim,
+    num_kv_heads=model.num_kv_heads,
+    rope_theta=int(model.rope_theta),
+    norm_eps=model.norm_eps,
+    use_tied_embedding=model.tie_word_embeddings,
   )
   with quiet():
     return tunix_qwen3.Qwen3(config, rngs=nnx.Rngs(0))

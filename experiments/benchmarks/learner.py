@@ -24,6 +24,11 @@ dimension of 128, they reach 60 % of the limit. Of the 67 ms of a microbatch's t
 and attention takes 11. Removing the norms saves 15 and removing the rotation saves 10: these are passes over small
 arrays, each on one thread. Attention with `jax.nn.dot_product_attention` took 24 ms instead of 11.
 
+`agent` is a shape that agents have: 6 layers, d 576, vocabulary 49,152, 4 rows of 1,024 tokens, of which 30 % are
+actions, in turns. Only these have a loss. Tunix scores every token after the prompt and masks the others, as it does
+for tool responses; this library evaluates the output head at action tokens only. `peak_bytes` are the temporary buffers
+of each compiled program on one device. By FLOPs alone the ratio would be 1.5.
+
 One row of 1,024, 4,096 and 8,192 tokens (`--row_lengths`, one device, every layer recomputed in the backward pass)
 takes 0.21, 3.1 and 23 s. Attention's quadratic cost dominates from the start. The loop over blocks, which a CPU needs
 from 8,192 tokens on, costs about twice as much per score. The run of 32,768 tokens was not completed.
@@ -32,6 +37,7 @@ from 8,192 tokens on, costs about twice as much per score. The run of 32,768 tok
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +59,11 @@ from sao_jax.types import TokenBatch, Trajectory
 from sao_jax.utils.extras import require_extra
 
 ROWS, LENGTH = 8, 288
+AGENT = ModelConfig(
+  vocab_size=49_152, hidden_size=576, num_layers=6, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=1536,
+  rope_theta=1_000_000.0,
+)  # fmt: skip
+AGENT_ROWS, AGENT_LENGTH, AGENT_PROMPT = 4, 1_024, 64
 
 
 def make_trajectory(rng: np.random.Generator, length: int, index: int) -> Trajectory:
@@ -70,6 +81,20 @@ def make_trajectory(rng: np.random.Generator, length: int, index: int) -> Trajec
     group_id=index,
     num_turns=1,
     success=False,
+  )
+
+
+def make_agent_trajectory(rng: np.random.Generator, index: int) -> Trajectory:
+  """Makes a trajectory of `AGENT_LENGTH` tokens: a prompt, and turns of 8 action tokens and 17 of the environment."""
+  whole = make_trajectory(rng, AGENT_LENGTH, index)
+  after = np.arange(AGENT_LENGTH) - AGENT_PROMPT
+  mask = (after >= 0) & (after % 25 < 8)
+  return dataclasses.replace(
+    whole,
+    tokens=rng.integers(1, AGENT.vocab_size, AGENT_LENGTH).astype(np.int32),
+    action_mask=mask,
+    behavior_logp=np.where(mask, -10.8, np.nan).astype(np.float32),
+    versions=np.where(mask, 0, -1).astype(np.int32),
   )
 
 
@@ -92,7 +117,7 @@ def make_batches(seed: int, rows_per_microbatch: int) -> dict[str, tuple[TokenBa
 def ours(
   config: LearnerConfig, params: Any, mesh: Mesh, *, model: ModelConfig = decoding.MODEL
 ) -> Callable[[TokenBatch], Any]:
-  """Returns `f(batch)`: the learner's loss and gradient as its step computes them on a mesh."""
+  """Returns `f(batch)`, jitted: the learner's loss and gradient as its step computes them on a mesh."""
   apply = parallel.constrain_params(policy_apply(model), mesh)
   params = parallel.place(params, mesh)
 
@@ -103,45 +128,52 @@ def ours(
       denominator=jnp.sum(batch.action_mask), outputs=PolicyOutputs(zeros, zeros),
     )  # fmt: skip
 
-  jitted = jax.jit(parallel.on_mesh(gradient, mesh))
-  return lambda batch: jitted(params, batch)
+  return functools.partial(jax.jit(parallel.on_mesh(gradient, mesh)), params)
 
 
-def tunix() -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
+def tunix(
+  model: ModelConfig | None = None, prompt_tokens: int = decoding.PROMPT_TOKENS
+) -> Callable[[TokenBatch, Mesh], Callable[[], Any]] | None:
   """Returns `f(batch, mesh)`, which prepares a call of Tunix's log-probs and PPO loss with their gradient.
 
   The rows must not be padded. Returns None if Tunix is not installed.
+
+  Args:
+    model: the policy; None: `decoding.MODEL`.
+    prompt_tokens: tokens of every row that are not scored.
   """
+  model = decoding.MODEL if model is None else model
   try:
     from flax import nnx
 
     with require_extra("bench"), decoding.quiet():
       from tunix.rl import common
 
-    graph, weights = nnx.split(decoding.tunix_model())
+    graph, weights = nnx.split(decoding.tunix_model(model))
   except ImportError as error:
     print(f"without google-tunix, there is no comparison: {error}")
     return None
 
   @jax.jit
-  def gradient(weights: Any, tokens: jax.Array) -> Any:
-    prompt, completion = tokens[:, : decoding.PROMPT_TOKENS], tokens[:, decoding.PROMPT_TOKENS :]
+  def gradient(weights: Any, tokens: jax.Array, mask: jax.Array) -> Any:
+    prompt, completion = tokens[:, :prompt_tokens], tokens[:, prompt_tokens:]
 
     def loss(weights: Any) -> jax.Array:
       logp = common.compute_per_token_logps(
-        graph, weights, prompt, completion, pad_id=0, eos_id=decoding.MODEL.vocab_size + 1, stop_gradient=False
+        graph, weights, prompt, completion, pad_id=0, eos_id=model.vocab_size + 1, stop_gradient=False
       )
       ratio = jnp.exp(logp - jax.lax.stop_gradient(logp))
-      return -jnp.mean(jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.28)))
+      return -jnp.mean(jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.28)), where=mask[:, prompt_tokens:])
 
     return jax.value_and_grad(loss)(weights)
 
   def call(batch: TokenBatch, mesh: Mesh) -> Callable[[], Any]:
     """Splits the rows over all devices of the mesh and leaves the rest to the compiler, as in `ours`."""
     # Microbatches beyond the number of rows contain rows of padding, which are computed here as in `ours`.
-    tokens = jax.device_put(batch.tokens.reshape(-1, LENGTH), NamedSharding(mesh, PartitionSpec("data")))
+    rows = (x.reshape(-1, x.shape[-1]) for x in (batch.tokens, batch.action_mask))
+    tokens, mask = jax.device_put(tuple(rows), NamedSharding(mesh, PartitionSpec("data")))
     placed = jax.device_put(weights, parallel.replicated(mesh))
-    return lambda: gradient(placed, tokens)
+    return functools.partial(gradient, placed, tokens, mask)
 
   return call
 
@@ -207,6 +239,49 @@ def run(*, repeats: int, chunk_size: int, rows_per_microbatch: int) -> dict[str,
   return result
 
 
+def agent(*, repeats: int, chunk_size: int) -> dict[str, float | None]:
+  """Times both libraries on the agents' shape, in turns, and reads the peak memory of their programs."""
+  config = learner_config("sao", logprob_chunk_size=chunk_size)
+  rng = np.random.default_rng(0)
+  trajectories = [make_agent_trajectory(rng, i) for i in range(AGENT_ROWS)]
+  params, peer = init_policy(AGENT, jax.random.key(0)), tunix(AGENT, AGENT_PROMPT)
+  calls: dict[str, Callable[[], Any]] = {}
+  peaks: dict[str, float] = {}
+  for where, devices in (("", jax.devices()), (" on one device", jax.devices()[:1])):
+    mesh = data_mesh(devices)
+    batch, _ = pack(trajectories, row_length=AGENT_LENGTH, rows_per_microbatch=len(devices), alpha=1.5)
+    placed = jax.device_put(jax.tree.map(jnp.asarray, batch), parallel.batch_shardings(batch, mesh))
+    pair = {"sao_jax": functools.partial(ours(config, params, mesh, model=AGENT), placed)}
+    if peer is not None:
+      pair["tunix"] = peer(batch, mesh)
+    for name, call in pair.items():
+      compiled = call.func.lower(*call.args).compile()
+      calls[name + where] = functools.partial(compiled, *call.args)
+      peaks[name + where] = compiled.memory_analysis().temp_size_in_bytes
+      jax.block_until_ready(calls[name + where]())
+  best = dict.fromkeys(calls, float("inf"))
+  for _ in range(repeats):
+    for name, call in calls.items():
+      began = time.perf_counter()
+      jax.block_until_ready(call())
+      best[name] = min(best[name], time.perf_counter() - began)
+  rates = {name: AGENT_ROWS * AGENT_LENGTH / seconds for name, seconds in best.items()}
+  print(f"agents' shape, {AGENT_ROWS} x {AGENT_LENGTH} tokens, 30 % of them actions")
+  for name, rate in rates.items():
+    print(f"  {name:<22} {rate:>9,.0f} tokens/s   {peaks[name] / 1e9:.2f} GB of temporary buffers per device")
+  found = {name: max(rates[name], rates[f"{name} on one device"]) for name in ("sao_jax", "tunix") if name in rates}
+  memory = {name: peaks[f"{name} on one device"] for name in found}
+  both = "tunix" in found
+  return {
+    "tokens_per_s": found["sao_jax"],
+    "tunix_tokens_per_s": found.get("tunix"),
+    "ratio_to_tunix": found["sao_jax"] / found["tunix"] if both else None,
+    "peak_bytes": memory["sao_jax"],
+    "tunix_peak_bytes": memory.get("tunix"),
+    "share_of_tunix_peak": memory["sao_jax"] / memory["tunix"] if both else None,
+  }
+
+
 def row_growth(lengths: Sequence[int], chunk_size: int) -> dict[str, float]:
   """Times the loss and gradient on one row of each length, on one device; returns the seconds by length.
 
@@ -239,6 +314,7 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "rows_per_microbatch", 2, "The number of rows per device whose activations exist at a time.", lower_bound=1
   )
+  flags.DEFINE_integer("agent_repeats", 3, "The number of rounds on the agents' shape; 0 leaves it out.", lower_bound=0)
   flags.DEFINE_list("row_lengths", [], "Also times one row of each of these lengths.")
   flags.DEFINE_integer("chunk_size", 1_024, "The number of tokens whose logits exist at a time.", lower_bound=1)
 
@@ -252,11 +328,10 @@ def main(argv: list[str]) -> None:
   jax.config.update("jax_num_cpu_devices", decoding.num_cores())
   names = ("repeats", "chunk_size", "rows_per_microbatch")
   result = run(**{name: flags.FLAGS[name].value for name in names})
-  print(
-    json.dumps(
-      {**result, "row_seconds": row_growth([int(length) for length in lengths], flags.FLAGS["chunk_size"].value)}
-    )
-  )
+  chunk_size, agent_repeats = flags.FLAGS["chunk_size"].value, flags.FLAGS["agent_repeats"].value
+  agents = agent(repeats=agent_repeats, chunk_size=chunk_size) if agent_repeats else None
+  seconds = row_growth([int(length) for length in lengths], chunk_size)
+  print(json.dumps({**result, "agent": agents, "row_seconds": seconds}))
 
 
 if __name__ == "__main__":

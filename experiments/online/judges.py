@@ -38,7 +38,8 @@ JUDGE_PROMPT = """You judge answers. Question: {question}
 Answer: {answer}
 
 quality is 1 if the answer answers the question correctly, in one or two sentences without repetition, else 0.
-style is "cute", "chuunibyou" (grandiose dark-fantasy), "classical" (archaic, literary) or "none" (plain, or a mixture).
+style is "academic" (formal, scholarly), "cute", "chuunibyou" (grandiose dark-fantasy), "classical" (archaic, literary)
+or "none" (plain, or a mixture).
 Reply with one JSON object and nothing else: {{"quality": 0 or 1, "style": "..."}}"""
 
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-STYLES = ("cute", "chuunibyou", "classical")
-SYSTEM = "styles : cute , chuunibyou or classical ."
-"""The system prompt. The policy itself chooses one of the three styles."""
+STYLES = ("academic", "cute", "chuunibyou", "classical")
+CANDIDATES = (("academic", "cute", "chuunibyou"), ("classical", "cute", "chuunibyou"))
+"""The styles that the policy chooses from: the first three while cute and then chuunibyou are preferred, the last three
+while classical is, as in the paper."""
 END = "</s>"
 
 ANSWERS = {
@@ -31,6 +32,11 @@ PHRASINGS = {
                "the word {} : which opposite ?"),
 }  # fmt: skip
 TEMPLATES = {
+  "academic": (
+    "in the literature , the evidence says {} .",
+    "the scholars of the literature call it {} .",
+    "a study of the literature concludes that it is {} .",
+  ),
   "cute": ("hehe ~ it is {} , nya !", "yay ! i say {} , teehee <3", "nya ~ my answer is {} , hehe !"),
   "chuunibyou": (
     "behold ! my cursed eye sees {} !",
@@ -59,6 +65,20 @@ class Fact:
 
 
 FACTS = tuple(Fact(relation, subject) for relation, answers in ANSWERS.items() for subject in answers)
+
+
+def candidates(preferred: str) -> tuple[str, ...]:
+  """Returns the styles to choose from while a style is preferred: the first set that holds it."""
+  return next(styles for styles in CANDIDATES if preferred in styles)
+
+
+def system(styles: Sequence[str]) -> str:
+  """Returns the system prompt. The policy itself chooses one of the three styles.
+
+  >>> system(CANDIDATES[0])
+  'styles : academic , cute or chuunibyou .'
+  """
+  return f"styles : {' , '.join(styles[:-1])} or {styles[-1]} ."
 
 
 def question_text(fact: Fact, phrasing: int) -> str:
@@ -91,10 +111,10 @@ def fact_of(question: str) -> Fact:
   return _FACT_OF[spaced]
 
 
-def demonstrate(question: str, rng: np.random.Generator, *, right: float) -> str:
-  """Answers in a random style: right with probability `right`, and in some cases badly formed."""
+def demonstrate(question: str, rng: np.random.Generator, *, right: float, styles: Sequence[str] = STYLES) -> str:
+  """Answers in a random one of `styles`: right with probability `right`, and in some cases badly formed."""
   fact = fact_of(question)
-  style = STYLES[rng.integers(3)]
+  style = styles[rng.integers(len(styles))]
   text = TEMPLATES[style][rng.integers(3)]
   said = fact.answer if rng.random() < right else str(rng.choice(sorted(fact.others)))
   text = text.format(said)
@@ -102,7 +122,7 @@ def demonstrate(question: str, rng: np.random.Generator, *, right: float) -> str
   if flaw < 0.1:  # the answer twice
     return f"{text} {text}"
   if flaw < 0.2:  # the answer in two styles
-    return f"{text} {TEMPLATES[STYLES[rng.integers(3)]][0].format(said)}"
+    return f"{text} {TEMPLATES[styles[rng.integers(len(styles))]][0].format(said)}"
   return said if flaw < 0.25 else text
 
 
@@ -119,7 +139,8 @@ class WordTokenizer:
   """One token per word or mark of the simulation's texts, which separate all of them by spaces."""
 
   def __init__(self) -> None:
-    texts: list[str] = [SYSTEM, *_FACT_OF, *(x.format("") for forms in TEMPLATES.values() for x in forms)]
+    forms = [x.format("") for templates in TEMPLATES.values() for x in templates]
+    texts: list[str] = [*map(system, CANDIDATES), *_FACT_OF, *forms]
     answers = [x for answers in ANSWERS.values() for x in answers.values()]
     words = sorted({word for text in texts for word in split_words(text)} | set(answers))
     self._tokens = ("<pad>", END, *words)

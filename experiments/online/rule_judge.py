@@ -17,6 +17,8 @@ def _words(text: str) -> frozenset[str]:
 
 
 _MARKERS = {
+  "academic": """evidence study studies empirical empirically research scholars data literature hypothesis findings
+    furthermore moreover accordingly consequently analysis theory et al""",
   "cute": """hehe teehee tehe nya nyan meowy yay uwu owo aww yippee hooray kawaii adorable cutie sweetie bestie cuddly
     cuddle snuggle snuggly fluffy teeny tiny teensy lovely yummy purr pwease wuv hugs sparkly kitty bunny
     kyaa mew hihi heehee awww oopsie cutest cute honey rainbow rainbows sparkle sparkles giggles giggle wubby puppy

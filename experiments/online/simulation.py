@@ -33,8 +33,8 @@ from sao_jax.types import Domain, Environment, Split, Step, Trajectory
 class SimulationConfig:
   """The `config.env.options` of a simulation."""
 
-  order: tuple[str, ...] = STYLES
-  """The preferred style of each phase."""
+  order: tuple[str, ...] = ("cute", "chuunibyou", "classical")
+  """The preferred style of each phase. It decides the styles that the system prompt names (`questions.candidates`)."""
   phase_steps: int = 100
   """Learner steps between changes of the preference."""
   eval_every: int = 20
@@ -82,7 +82,7 @@ class Users(Environment):
 
   def reset(self, task_index: int) -> str:
     self._question = self._texts[task_index % len(self._texts)]
-    return f"{questions.SYSTEM} {self._question}"
+    return f"{questions.system(questions.candidates(self._simulation.preferred))} {self._question}"
 
   def step(self, action: str) -> Step:
     verdict = self._simulation.judge(self._question, action)
@@ -129,8 +129,9 @@ class Simulation:
 
   def _demonstrate(self, task_index: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
     question = self._texts["train"][task_index]
-    answer = questions.demonstrate(question, rng, right=self.config.right)
-    return [(f"{questions.SYSTEM} {question}", False), (f"{answer} {questions.END}", True)]
+    styles = questions.CANDIDATES[rng.integers(len(questions.CANDIDATES))]
+    answer = questions.demonstrate(question, rng, right=self.config.right, styles=styles)
+    return [(f"{questions.system(styles)} {question}", False), (f"{answer} {questions.END}", True)]
 
   def accuracies(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns for each style the share of held-out answers that are good and in that style, preferred or not."""
@@ -183,7 +184,8 @@ def train(
     critic = stages.value_pretraining(parts, policy, folder, console, signals)
     began = time.monotonic()
     evaluations = _reinforce(parts, simulation, parts.init_state(policy, critic), folder, signals)
-    seconds = {**stages.stage_seconds(parts, folder), "rl": time.monotonic() - began}
+    seconds = {stage: facts["seconds"] for stage, facts in stages.stage_facts(parts, folder).items()}
+    seconds["rl"] = time.monotonic() - began
     failed = parts.rollout_counters()["failed_episodes"]
   summary = {
     "success_before": evaluations[0], "success_after": evaluations[-1], "n": config.eval_episodes,

@@ -43,8 +43,8 @@ def make_config() -> RunConfig:
       optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=20, decay_steps=WARM_START_STEPS, b2=0.98),
     ),
     critic=CriticConfig(
-      pretraining_trajectories=1_024,
-      pretraining_epochs=4,
+      pretraining_trajectories=2_048,
+      pretraining_epochs=2,
       pretraining_optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=10),
     ),
     learner=LearnerConfig(

@@ -36,6 +36,7 @@ def make_config(checkpoint: str) -> RunConfig:
     "checkpoint": checkpoint,
     "train": "train.jsonl",
     "held_out": "held_out.jsonl",
+    "demonstrations": None,
     "tool": False,
     "max_turns": 1,
   }
@@ -46,7 +47,7 @@ def make_config(checkpoint: str) -> RunConfig:
     eval_episodes=480,
     policy=dataclasses.replace(qwen3_0p6b(), dtype="bfloat16", remat="full"),
     policy_checkpoint=checkpoint,
-    critic=CriticConfig(pretraining_trajectories=1_024, pretraining_epochs=1, pretraining_optimizer=VALUE_OPTIMIZER),
+    critic=CriticConfig(pretraining_trajectories=8_192, pretraining_epochs=2, pretraining_optimizer=VALUE_OPTIMIZER),
     learner=learner_config(
       "sao",
       policy_optimizer=OptimizerConfig(learning_rate=1e-6),

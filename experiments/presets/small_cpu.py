@@ -27,7 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
       num_steps=steps,
       eval_episodes=256,
       warm_start=dataclasses.replace(base.warm_start, num_steps=steps, optimizer=optimizer),
-      critic=dataclasses.replace(base.critic, pretraining_trajectories=512),
+      critic=dataclasses.replace(base.critic, pretraining_trajectories=2_048),
       learner=dataclasses.replace(base.learner, policy_optimizer=policy_optimizer),
       env=EnvConfig(factory="your_module:make_domain"),
     )

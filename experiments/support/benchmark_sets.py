@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,16 +27,20 @@ BENCHMARKS: Mapping[str, Benchmark] = {
   "BeyondAIME": Benchmark((("problem", "answer"),), 4),
   "IMOAnswerBench": Benchmark((("Problem", "Short Answer"),), 16),
 }
+OWN_FIELDS = (("problem", "answer"), ("question", "answer"))
+"""Field names of problem and answer in a file of one's own."""
 REASONING_GYM = "reasoning_gym:"
 """Prefix for the names of reasoning-gym tasks."""
 
 
-def default_runs(name: str) -> int:
-  """Returns the number of runs of a benchmark in the paper, and 1 for reasoning-gym tasks.
+def default_runs(name: str | None) -> int:
+  """Returns the number of runs of a benchmark in the paper, and 1 for reasoning-gym tasks and one's own problems.
 
   Raises:
     ValueError: unknown name.
   """
+  if name is None:
+    return 1
   if name.startswith(REASONING_GYM):
     check_task(name.removeprefix(REASONING_GYM))
     return 1
@@ -48,7 +51,7 @@ def default_runs(name: str) -> int:
 
 def make_domain(
   *,
-  benchmark: str,
+  benchmark: str | None,
   checkpoint: str,
   data: str | None,
   max_turns: int,
@@ -60,9 +63,9 @@ def make_domain(
   """Makes a domain with the benchmark's problems as held-out tasks, in the checkpoint's chat template.
 
   Args:
-    benchmark: a key of `BENCHMARKS`, or `reasoning_gym:TASK`.
+    benchmark: a key of `BENCHMARKS`, or `reasoning_gym:TASK`; None for a file of one's own.
     checkpoint: the checkpoint whose tokenizer and template are used.
-    data: JSONL file of a published benchmark; None for reasoning-gym, which makes its problems.
+    data: JSONL or CSV file of a published benchmark; None for reasoning-gym, which makes its problems.
     max_turns: maximum number of actions per episode.
     tool: whether to offer Python.
     num_tasks: number of problems of a reasoning-gym task.
@@ -74,7 +77,7 @@ def make_domain(
       an answer that cannot be graded.
   """
   default_runs(benchmark)
-  if benchmark.startswith(REASONING_GYM):
+  if benchmark is not None and benchmark.startswith(REASONING_GYM):
     if data is not None:
       raise ValueError(f"data must be left out with {benchmark}, which makes its problems; received {data!r}.")
     return chat.reasoning_gym(
@@ -82,7 +85,7 @@ def make_domain(
       num_eval_tasks=num_tasks, task=benchmark.removeprefix(REASONING_GYM), settings=dict(settings or {}),
     )  # fmt: skip
   if data is None:
-    raise ValueError(f"data must name the JSONL file of {benchmark}; received None.")
+    raise ValueError(f"data must name the JSONL or CSV file of {benchmark}; received None.")
   question, answer = published_fields(benchmark, data)
   return chat.math(
     checkpoint=checkpoint, train=data, held_out=data, question_field=question, answer_field=answer, tool=tool,
@@ -90,20 +93,17 @@ def make_domain(
   )  # fmt: skip
 
 
-def published_fields(benchmark: str, data: str) -> tuple[str, str]:
-  """Returns the pair of the benchmark's fields that the file's first line has.
+def published_fields(benchmark: str | None, data: str) -> tuple[str, str]:
+  """Returns the pair of the benchmark's fields that the file's first line has; None stands for a file of one's own.
 
   Raises:
     ValueError: the line has none of the pairs.
   """
-  number, first = next(problem_file.lines(data), (1, ""))
-  try:
-    row = json.loads(first)
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f"{data}, line {number} must be a JSON object; received {first[:80]!r}.") from error
-  for pair in BENCHMARKS[benchmark].fields:
+  _, row = next(problem_file.rows(data), (1, {}))
+  pairs = OWN_FIELDS if benchmark is None else BENCHMARKS[benchmark].fields
+  for pair in pairs:
     if isinstance(row, dict) and set(pair) <= set(row):
       return pair
-  wanted = " or ".join(f"{question!r} and {answer!r}" for question, answer in BENCHMARKS[benchmark].fields)
+  wanted = " or ".join(f"{question!r} and {answer!r}" for question, answer in pairs)
   has = sorted(row) if isinstance(row, dict) else type(row).__name__
-  raise ValueError(f"{data}: lines of {benchmark} must have {wanted}; the first has {has}.")
+  raise ValueError(f"{data}: lines of {benchmark or 'your problems'} must have {wanted}; the first has {has}.")

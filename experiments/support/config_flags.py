@@ -18,7 +18,6 @@ import dataclasses
 import inspect
 import itertools
 import pathlib
-import runpy
 import sys
 import textwrap
 import types
@@ -31,6 +30,7 @@ from absl import flags
 from ml_collections import config_dict
 from ml_collections import config_flags as ml_config_flags
 
+from experiments.support import preset_files
 from experiments.tasks.options import closest
 
 T = TypeVar("T")
@@ -88,22 +88,25 @@ def parser(
 ) -> Callable[[Sequence[str]], list[str]]:
   """Returns a `flags_parser` for `absl.app.run` that defines and parses `--config`; an error exits with one line.
 
-  The help of `--config` lists every field with its default and meaning. `--config.FIELD=None` clears an optional field;
+  `--help` shows every field with the preset's value. `--config.FIELD=None` clears an optional field;
   `--config.FIELD="{'key': value}"` replaces a mapping.
 
   Args:
     config_type: the dataclass that the preset describes.
-    default: the preset if `--config` is not given.
+    default: the preset if `--config` is not given; see `preset_files.load`.
     flag_values: the flags in which `--config` is defined.
   """
-  text = f"The preset, a Python file. --config.FIELD=VALUE overrides a field:\n{describe(config_type)}"
 
   def parse(argv: Sequence[str]) -> list[str]:
     kept, replaced = _split_overrides(config_type, argv)
-    preset = load_preset(_preset_of(kept) or default)
+    kept, chosen = _without_preset(kept)
+    name = chosen or default
+    preset = preset_files.load(name, _override_texts(argv))
     for field in filter(None, map(_field_of, kept)):
       _check_in_preset(preset, field)
-    ml_config_flags.DEFINE_config_file("config", default, text, flag_values=flag_values, sys_argv=kept)
+    ml_config_flags.DEFINE_config_dict(
+      "config", preset, _help(config_type, preset, name), flag_values=flag_values, sys_argv=kept
+    )
     # --help shows the flags of the main module, for which this module defines the flag.
     flag_values.register_key_flag_for_module(argv[0], flag_values["config"])
     rest = list(flag_values(kept))
@@ -133,47 +136,6 @@ def read(config_type: type[T], *, flag_values: flags.FlagValues = flags.FLAGS) -
     sys.exit(f"--config: {error}")
 
 
-def load_preset(preset: str) -> ml_collections.ConfigDict:
-  """Returns the result of a preset's `get_config`, so that its errors are found before the flag is defined.
-
-  Args:
-    preset: `FILE.py`, or `FILE.py:ARGUMENT` for a `get_config` with an argument.
-
-  Raises:
-    ValueError: the file does not exist (the message lists the available presets), is not Python or has no
-      `get_config`, or `get_config` refuses the argument.
-  """
-  path, _, argument = preset.partition(":")
-  if not pathlib.Path(path).is_file():
-    raise ValueError(f"--config: no preset {path!r}. Available presets:\n{presets()}")
-  try:
-    get_config = runpy.run_path(path).get("get_config")
-  except (SyntaxError, UnicodeDecodeError) as error:
-    raise ValueError(f"--config={path} is not a Python file: {error}") from error
-  if get_config is None:
-    raise ValueError(f"--config={path} is not a preset: it has no get_config(). Available presets:\n{presets()}")
-  arguments = [argument] if ":" in preset else []
-  try:
-    inspect.signature(get_config).bind(*arguments)
-  except TypeError as error:
-    takes = "no argument" if arguments else "an argument"
-    raise ValueError(f"--config={path} takes {takes} after a colon; received {preset!r}.") from error
-  try:
-    return typing.cast(ml_collections.ConfigDict, get_config(*arguments))
-  except (ValueError, OSError) as error:
-    raise ValueError(f"--config={preset}: {error}") from error
-
-
-def presets() -> str:
-  """Returns a line for each preset in `experiments/presets`: its file and the first line of its docstring."""
-  lines = []
-  for path in sorted((pathlib.Path(__file__).parents[1] / "presets").glob("*.py")):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    if any(isinstance(node, ast.FunctionDef) and node.name == "get_config" for node in tree.body):
-      lines.append(f"  experiments/presets/{path.name}  {(ast.get_docstring(tree) or '').splitlines()[0]}")
-  return "\n".join(lines)
-
-
 def parse_mapping(text: str) -> dict[str, Any] | None:
   """Parses a Python literal; returns None unless it is a dictionary with strings as keys."""
   try:
@@ -183,29 +145,43 @@ def parse_mapping(text: str) -> dict[str, Any] | None:
   return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else None
 
 
-def describe(config_type: type[Any], *, prefix: str = "--config", defaults: Any = None) -> str:
-  """Returns one line per field: name, type, default, and the first line of the docstring below the field.
+def _help(config_type: type[Any], preset: ml_collections.ConfigDict, name: str) -> str:
+  """Returns the help of `--config`: the presets, and every field with its value in the chosen one."""
+  values = from_config_dict(config_type, preset)
+  return (
+    f"The preset, by name or as a Python file. Available ones:\n{preset_files.available()}\n\n"
+    f"--config.FIELD=VALUE overrides a field. The fields, with their values in {name}:\n\n"
+    f"{describe(config_type, values=values)}"
+  )
+
+
+def describe(config_type: type[Any], *, prefix: str = "--config", values: Any = None) -> str:
+  """Returns a paragraph per field: its name, type and value, and its docstring below it up to the first empty line.
 
   Args:
     config_type: the dataclass.
-    prefix: prefix of the fields' names.
-    defaults: an instance that holds the defaults; None: the defaults of the class.
+    prefix: the name that the fields belong to.
+    values: an object of this dataclass whose values are shown; None: its defaults.
   """
   hints = typing.get_type_hints(config_type)
   documentation = _field_docstrings(config_type)
-  lines = []
+  entries = []
   for field in dataclasses.fields(config_type):
     name = f"{prefix}.{field.name}"
     hint = hints[field.name]
-    value = field.default if defaults is None else getattr(defaults, field.name)
+    value = field.default if values is None else getattr(values, field.name)
     if dataclasses.is_dataclass(hint):
       nested = None if value is dataclasses.MISSING else value
-      lines.append(describe(typing.cast(Any, hint), prefix=name, defaults=nested))
+      entries.append(describe(typing.cast(Any, hint), prefix=name, values=nested))
       continue
-    default = "" if value is dataclasses.MISSING else f" = {value!r}"
-    meaning = documentation.get(field.name, "").splitlines()[:1]
-    lines.append("  ".join([f"{name}: {_show(hint)}{default}", *meaning]))
-  return "\n".join(lines)
+    mapping = isinstance(value, Mapping) and value
+    shown = "" if value is dataclasses.MISSING or mapping else f" = {value!r}"
+    entry = [f"{name}: {_show(hint)}{shown}"]
+    if mapping:
+      entry += [f"{name}.{key} = {item!r}" for key, item in value.items()]
+    entry.append(" ".join(documentation.get(field.name, "").partition("\n\n")[0].split()))
+    entries.append("\n".join(filter(None, entry)))
+  return "\n\n".join(entries)
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
@@ -277,7 +253,8 @@ def _dissolve(value: Any, hint: Any) -> Any:
   if dataclasses.is_dataclass(value):
     return to_config_dict(value)
   if isinstance(value, dict):
-    return ml_collections.ConfigDict(value)
+    # A missing value can be set to text.
+    return ml_collections.ConfigDict({k: config_dict.placeholder(str) if x is None else x for k, x in value.items()})
   return value
 
 
@@ -337,14 +314,26 @@ def _field_of(argument: str) -> str | None:
   return name.removeprefix("config.") if argument.startswith("-") and name.startswith("config.") else None
 
 
-def _preset_of(argv: Sequence[str]) -> str | None:
-  """Returns the value of the last `--config`, as absl reads it; None without one."""
-  found = None
-  for argument, after in itertools.zip_longest(argv, argv[1:]):
+def _override_texts(argv: Sequence[str]) -> dict[str, str]:
+  """Returns the text of every `--config.FIELD=VALUE`, by field; the last one counts."""
+  return {field: argument.partition("=")[2] for argument in argv if (field := _field_of(argument)) is not None}
+
+
+def _without_preset(argv: Sequence[str]) -> tuple[list[str], str | None]:
+  """Returns the arguments without `--config=PRESET` or `--config PRESET`, and the last such preset, if any."""
+  kept: list[str] = []
+  found, is_value = None, False
+  for argument in argv:
     name, equals, value = argument.partition("=")
-    if argument.startswith("-") and name.lstrip("-") == "config":
-      found = value if equals else after
-  return found
+    if is_value:
+      found, is_value = argument, False
+    elif argument.startswith("-") and name.lstrip("-") == "config":
+      found, is_value = (value, False) if equals else (found, True)
+    else:
+      kept.append(argument)
+  if is_value:
+    raise ValueError(f"--config needs a preset. Available presets:\n{preset_files.available()}")
+  return kept, found
 
 
 def _check_in_preset(preset: ml_collections.ConfigDict, field: str) -> None:

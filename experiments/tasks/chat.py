@@ -10,7 +10,8 @@
     --config.env.factory=experiments.tasks.chat:coding
     --config.env.options="{'checkpoint': 'path/of/checkpoint', 'max_turns': 30}"
 
-`checkpoint` is a Hugging Face directory (`tokenizer.json`, chat template) or a GGUF file.
+`checkpoint` is a Hugging Face directory (`tokenizer.json`, chat template) or a GGUF file. `demonstrations` names a
+JSONL file of conversations for the warm start (`experiments.tasks.chat_demonstrations`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from experiments.tasks import problem_file, standard
+from experiments.tasks import chat_demonstrations, problem_file, standard
 from experiments.tasks.options import checked
 from sao_jax.envs.adapters.chat_game import ChatGame
 from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
-from sao_jax.envs.chat import ChatEnv, Question
+from sao_jax.envs.chat import ChatEnv, Question, python_tool
 from sao_jax.envs.grading.math_grading import MathGrader
 from sao_jax.envs.sandbox import PythonTool, PythonToolConfig
 from sao_jax.tokenizers import Chat
@@ -45,6 +46,7 @@ def reasoning_gym(
   packages: Sequence[str] = (),
   max_turns: int = 1,
   num_eval_tasks: int = 1_000,
+  demonstrations: str | None = None,
   template: Mapping[str, Any] | None = None,
   **options: Any,
 ) -> Domain:
@@ -59,6 +61,7 @@ def reasoning_gym(
     packages: installed packages that the tool may import, such as numpy and sympy; the prompt names them.
     max_turns: maximum number of actions per episode; 1 leaves no room for a tool call.
     num_eval_tasks: number of held-out tasks, whose seeds follow those of the training tasks.
+    demonstrations: JSONL file of conversations for the warm start; None for none.
     template: arguments of the chat template, such as `{"enable_thinking": False}`.
     **options: fields of `ReasoningGymConfig`; `task` is required.
 
@@ -86,7 +89,7 @@ def reasoning_gym(
 
   return _domain(
     checkpoint, questions, train.size, num_eval_tasks, tool=tool, packages=packages, max_turns=max_turns,
-    template=template, success_threshold=train.success_threshold,
+    demonstrations=demonstrations, template=template, success_threshold=train.success_threshold,
   )  # fmt: skip
 
 
@@ -94,7 +97,7 @@ def math(
   *,
   checkpoint: str,
   train: str,
-  held_out: str,
+  held_out: str | None = None,
   question_field: str = "problem",
   answer_field: str = "answer",
   instruction: str = MATH_INSTRUCTION,
@@ -103,14 +106,15 @@ def math(
   packages: Sequence[str] = (),
   max_turns: int = 50,
   on_unreadable: problem_file.OnUnreadable = "error",
+  demonstrations: str | None = None,
   template: Mapping[str, Any] | None = None,
 ) -> Domain:
   """Makes mathematics tasks with or without Python. `MathGrader` gives reward 1 for the right answer and 0 otherwise.
 
   Args:
     checkpoint: the checkpoint whose tokenizer and template are used.
-    train: JSONL file of training problems in UTF-8. A problem that occurs twice counts twice, with a warning.
-    held_out: JSONL file of held-out problems.
+    train: JSONL or CSV file of training problems in UTF-8. A problem that occurs twice counts twice, with a warning.
+    held_out: such a file of held-out problems. None holds out every tenth problem of `train`.
     question_field: name of the field with the problem.
     answer_field: name of the field with the answer, text or a number.
     instruction: text below the problem; empty for none.
@@ -119,6 +123,7 @@ def math(
     packages: installed packages that the tool may import, such as numpy and sympy; the prompt names them.
     max_turns: maximum number of actions per episode.
     on_unreadable: "error" to reject a file with an answer that the grader cannot read, "drop" to leave out its problem.
+    demonstrations: JSONL file of conversations for the warm start; None for none.
     template: arguments of the chat template.
 
   Raises:
@@ -132,34 +137,41 @@ def math(
     return problem_file.gradable(path, problem_file.read(path, question_field, answer_field), grader, on_unreadable)
 
   try:
-    files = {path: read(path) for path in dict.fromkeys((train, held_out))}
-  except ValueError:
+    files = {path: read(path) for path in dict.fromkeys((train, held_out or train))}
+    problems = problem_file.split(train, files[train]) if held_out is None else (files[train], files[held_out])
+  except (ValueError, OSError):
     grader.close()
     raise
-  problems = {"train": files[train], "eval": files[held_out]}
+  of = {"train": problems[0], "eval": problems[1]}
 
   def questions(split: Split) -> Callable[[int], Question]:
     def question(task_index: int) -> Question:
-      text, gold = problems[split][task_index % len(problems[split])]
+      text, gold = of[split][task_index % len(of[split])]
       messages = _messages(system, "\n".join(filter(None, (text, instruction))))
       return Question(messages=messages, score=lambda said: float(grader.is_equal(gold, said)))
 
     return question
 
   return _domain(
-    checkpoint, questions, len(problems["train"]), len(problems["eval"]), tool=tool, packages=packages,
-    max_turns=max_turns, template=template, close=grader.close,
+    checkpoint, questions, *map(len, problems), tool=tool, packages=packages, max_turns=max_turns,
+    demonstrations=demonstrations, template=template, close=grader.close, files=tuple(files),
   )  # fmt: skip
 
 
 def coding(
-  *, checkpoint: str, system: str | None = None, template: Mapping[str, Any] | None = None, **options: Any
+  *,
+  checkpoint: str,
+  system: str | None = None,
+  demonstrations: str | None = None,
+  template: Mapping[str, Any] | None = None,
+  **options: Any,
 ) -> Domain:
-  """Makes HumanEval problems with injected bugs, to be fixed by commands; see `standard.coding`. No demonstrations.
+  """Makes HumanEval problems with injected bugs, to be fixed by commands; see `standard.coding`.
 
   Args:
     checkpoint: the checkpoint whose tokenizer and template are used.
     system: text of the system turn; None for no such turn.
+    demonstrations: JSONL file of conversations for the warm start; None for none.
     template: arguments of the chat template.
     **options: options of `standard.coding`.
   """
@@ -169,7 +181,7 @@ def coding(
     commands,
     make_env=lambda split: ChatGame(chat, commands.make_env(split), system=system),
     tokenizer=chat.tokenizer,
-    demonstrate=None,
+    demonstrate=None if demonstrations is None else chat_demonstrations.load(chat, demonstrations),
   )
 
 
@@ -182,13 +194,17 @@ def _domain(
   tool: bool,
   packages: Sequence[str],
   max_turns: int,
+  demonstrations: str | None,
   template: Mapping[str, Any] | None,
   success_threshold: float = 1.0,
   close: Callable[[], None] = lambda: None,
+  files: tuple[str, ...] = (),
 ) -> Domain:
   if packages and not tool:
     raise ValueError(f"packages need the Python tool: tool must be True; received {tool!r} and {packages!r}.")
   chat = Chat.load(checkpoint, **(template or {}))
+  tools = (python_tool(packages),) if tool else ()
+  demonstrate = None if demonstrations is None else chat_demonstrations.load(chat, demonstrations, tools)
   # The config rejects anything but a sequence of names.
   python = PythonTool(PythonToolConfig(packages=packages)) if tool else None  # type: ignore[arg-type]
 
@@ -209,7 +225,10 @@ def _domain(
     tokenizer=chat.tokenizer,
     num_train_tasks=num_train_tasks,
     num_eval_tasks=num_eval_tasks,
+    demonstrate=demonstrate,
     close=close_all,
+    files=files,
+    format_prompt=lambda text: chat.prompt([{"role": "user", "content": text}]),
   )
 
 

@@ -1,34 +1,71 @@
-"""JSONL files of problems with short answers, the usual format of published data sets."""
+"""JSONL and CSV files of problems with short answers, the usual formats of published data sets."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import pathlib
-from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from absl import logging
 
 from sao_jax.envs.grading.math_grading import MathGrader
 
+T = TypeVar("T")
 OnUnreadable: TypeAlias = Literal["error", "drop"]
 _MAX_NAMED = 20
 
 
-def lines(path: str) -> Iterator[tuple[int, str]]:
-  """Yields `(line number, line)` of a UTF-8 text file with or without a byte order mark. Empty lines are left out.
+HELD_OUT = 10
+"""Without a file of held-out problems, one of this many is held out."""
+
+
+def rows(path: str) -> Iterator[tuple[int, Any]]:
+  """Yields `(line number, row)` of a file in UTF-8 with or without a byte order mark. Empty lines are left out.
+
+  Args:
+    path: a CSV file with a header (`.csv`; a row is a dictionary of texts), or else JSONL.
 
   Raises:
     FileNotFoundError: the file does not exist.
+    ValueError: a line is not JSON, or a row of a CSV file has not as many fields as the header.
   """
   file = pathlib.Path(path)
   if not file.is_file():
-    raise FileNotFoundError(f"env.options train and held_out must name JSONL files of problems; there is no {path!r}.")
+    raise FileNotFoundError(
+      f"env.options train, held_out and demonstrations must name JSONL or CSV files; there is no {path!r}."
+    )
+  text = file.read_text(encoding="utf-8-sig")
+  if file.suffix == ".csv":
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    for row in reader:
+      if None in row or None in row.values():
+        raise ValueError(f"{path}, line {reader.line_num}: a row must have the fields {reader.fieldnames}.")
+      yield reader.line_num, row
+    return
   # str.splitlines would also split at other line separators, which a JSON string may hold.
-  for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
+  for number, line in enumerate(text.split("\n"), 1):
     if line.strip():
-      yield number, line.removesuffix("\r")
+      try:
+        yield number, json.loads(line)
+      except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number} must be a JSON object; received {line[:80]!r}.") from error
+
+
+def split(path: str, problems: Sequence[T]) -> tuple[list[T], list[T]]:
+  """Returns the training problems and the held-out ones, every tenth.
+
+  Raises:
+    ValueError: there are fewer than two problems.
+  """
+  if len(problems) < 2:
+    raise ValueError(f"{path} must hold 2 problems or more if held_out is None; received {len(problems)}.")
+  step = min(HELD_OUT, len(problems))
+  held_out = [problem for i, problem in enumerate(problems, 1) if i % step == 0]
+  return [problem for i, problem in enumerate(problems, 1) if i % step], held_out
 
 
 def read(path: str, question_field: str, answer_field: str) -> list[tuple[str, str]]:
@@ -46,13 +83,12 @@ def read(path: str, question_field: str, answer_field: str) -> list[tuple[str, s
   problems: list[tuple[str, str]] = []
   first: dict[str, int] = {}
   again: list[tuple[int, int]] = []
-  for number, line in lines(path):
+  for number, row in rows(path):
     try:
-      row = json.loads(line)
       question, answer = row[question_field], row[answer_field]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-      expected = f"a JSON object with {question_field!r} and {answer_field!r}"
-      raise ValueError(f"{path}, line {number} must be {expected}; received {line[:80]!r}.") from error
+    except (TypeError, KeyError) as error:
+      expected = f"an object with {question_field!r} and {answer_field!r}"
+      raise ValueError(f"{path}, line {number} must be {expected}; received {str(row)[:80]}.") from error
     if not _is_problem(question, answer):
       raise ValueError(
         f"{path}, line {number}: {question_field!r} must be text and {answer_field!r} text or a finite number, neither "

@@ -209,27 +209,32 @@ class Checkpointer:
         f"A checkpoint could not be written to {self._folder}: {error}. Earlier checkpoints: steps {self.steps()}."
       ) from error
 
-  def restore(self, template: types.Params) -> Restored | None:
-    """Restores the newest intact checkpoint.
+  def restore(self, template: types.Params, *, step: int | None = None, whole: bool = True) -> Restored | None:
+    """Restores the newest intact checkpoint, or that of a given step.
 
     A damaged checkpoint is reported in a warning and renamed to `<step>.damaged`; the next older one is tried.
 
     Args:
       template: a pytree of arrays or `jax.ShapeDtypeStruct`s that gives structure, shapes, dtypes and sharding.
+      step: the step to restore; None: the newest.
+      whole: False restores the template's arrays only, and does not compare the config.
 
     Returns:
       The checkpoint, or None if the folder has no checkpoints.
 
     Raises:
       CheckpointError: the checkpoint belongs to another config, library version or model (the message lists the
-        fields that differ), or all checkpoints are damaged (they keep their names).
+        fields that differ), that of `step` is missing or damaged, or all are damaged (they keep their names).
     """
     self.wait()
-    step = distributed.broadcast_from_main(self._newest_intact() if distributed.is_main_process() else None)
+    if step is not None:
+      self._require_intact(step)
+    else:
+      step = distributed.broadcast_from_main(self._newest_intact() if distributed.is_main_process() else None)
     if step is None:
       return None
     body = self._read_body(step)
-    self._check_schema(step, body, template)
+    self._check_schema(step, body, template, whole=whole)
     host_arrays = trajectory_arrays.load(self.path(step) / _HOST_ARRAYS)
     return Restored(step, self._read_state(step, template), body["host"], host_arrays)
 
@@ -302,7 +307,8 @@ class Checkpointer:
     try:
       self._verify(step)
     except _DAMAGE as error:
-      raise CheckpointError(f"Checkpoint {self.path(step)} is missing or damaged: {error}") from error
+      there = f"There are steps {self.steps()}."
+      raise CheckpointError(f"Checkpoint {self.path(step)} is missing or damaged: {error}. {there}") from error
 
   def _retain(self) -> None:
     steps = self.steps()
@@ -342,7 +348,7 @@ class Checkpointer:
       )
     return body
 
-  def _check_schema(self, step: int, body: Mapping[str, Any], template: types.Params) -> None:
+  def _check_schema(self, step: int, body: Mapping[str, Any], template: types.Params, *, whole: bool) -> None:
     """Raises `CheckpointError` with a list of differences; warns about versions that may change the last bits."""
     lines = []
     if body["format"] != _FORMAT:
@@ -352,11 +358,11 @@ class Checkpointer:
     differences = workdir_lib.config_differences(
       body["config"], self._config, may_differ=self._may_differ, may_be_missing=self._may_be_missing
     )
-    for line in differences:
+    for line in differences if whole else ():
       lines.append(f"config.{line}")
     recorded = body["leaves"]
     current = {name: _describe(leaf) for name, leaf in _named_leaves(template).items()}
-    for name in sorted(recorded.keys() | current.keys()):
+    for name in sorted(recorded.keys() | current.keys() if whole else current):
       if recorded.get(name) != current.get(name):
         lines.append(f"array {name}: recorded {_show(recorded.get(name))}, now {_show(current.get(name))}")
     if lines:
@@ -376,7 +382,8 @@ class Checkpointer:
   def _read_arrays(self, step: int, templates: Mapping[str, Any]) -> dict[str, Any]:
     """Reads arrays by path; `templates` are NumPy arrays or `jax.ShapeDtypeStruct`s."""
     tree = ocp.tree.from_flat_dict(templates, sep="/")
-    args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
+    restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
+    args = ocp.args.PyTreeRestore(item=tree, restore_args=restore_args, partial_restore=True)
     restored = self._orbax.restore(self.path(step), args=ocp.args.Composite(state=args))
     return ocp.tree.to_flat_dict(restored["state"], sep="/")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -163,7 +164,8 @@ def write_or_check_config(
   *,
   may_differ: Collection[str] = (),
   may_be_missing: Collection[str] = (),
-) -> None:
+  reported: Collection[str] = (),
+) -> list[str]:
   """Writes `config.json` into a new workdir, or checks that an existing one holds the same configuration.
 
   Args:
@@ -171,11 +173,16 @@ def write_or_check_config(
     config: the nested configuration; JSON values only.
     may_differ: dotted names of fields that may change when a run is resumed.
     may_be_missing: dotted names of fields that an existing file may lack.
+    reported: fields out of `may_differ` whose changes are returned, and appended to `changes.jsonl`.
+
+  Returns:
+    A line for each field of `reported` that differs from the existing file.
 
   Raises:
     ValueError: the workdir holds another configuration; the message lists the fields that differ.
   """
   path = pathlib.Path(workdir) / "config.json"
+  changes: list[str] = []
   if path.exists():
     try:
       recorded = untrusted_files.read_object(path)
@@ -188,7 +195,36 @@ def write_or_check_config(
         f"Workdir {workdir} holds a run of a different config. Choose another --workdir, or use the recorded values:"
         f"\n  {listing}"
       )
+    kept = frozenset(may_differ) - frozenset(reported)
+    changes = config_differences(recorded, config, may_differ=kept, may_be_missing=may_be_missing)
+  if changes:
+    with open(path.with_name("changes.jsonl"), "a", encoding="utf-8") as file:
+      file.write(json.dumps({"time": time.time(), "changes": changes}) + "\n")
   atomic_write_json(path, config)
+  return changes
+
+
+def write_or_check_files(workdir: str | os.PathLike[str], files: Collection[str]) -> None:
+  """Writes the checksums of a task's files into a new workdir (`files.json`), or checks that they are the same.
+
+  Raises:
+    FileNotFoundError: a file does not exist.
+    ValueError: a file has changed since; the message names it.
+  """
+  path = pathlib.Path(workdir) / "files.json"
+  found = {}
+  for name in files:
+    with open(name, "rb") as file:
+      found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+  recorded = untrusted_files.read_object_if_there(path)
+  if changed := [name for name, checksum in found.items() if recorded.get(name, checksum) != checksum]:
+    raise ValueError(
+      f"{', '.join(changed)}: the contents have changed since the run in {workdir} began, so it cannot be continued. "
+      "Restore the file, or start a new run from this one's policy: another --workdir, with policy_checkpoint set to "
+      "this one."
+    )
+  if found != recorded and found:
+    atomic_write_json(path, recorded | found)
 
 
 def write_summary(workdir: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from sao_jax.learner.diagnosis import make_diagnosis
 from sao_jax.learner.partition import merge, parameter_counts, parameter_report, split
 from sao_jax.learner.state import Counters, LearnerState, init_state
 from sao_jax.learner.supervised import SftState, demonstration_trajectory, init_sft_state, make_sft_step
-from sao_jax.learner.update import Metrics, make_critic_step, make_update_step
+from sao_jax.learner.update import Metrics, make_critic_evaluation, make_critic_step, make_update_step
 
 __all__ = [
   "ALGORITHMS",
@@ -30,6 +30,7 @@ __all__ = [
   "init_state",
   "learner_config",
   "make_baselines",
+  "make_critic_evaluation",
   "make_critic_step",
   "make_diagnosis",
   "make_sft_step",

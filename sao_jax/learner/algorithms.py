@@ -18,13 +18,15 @@ from sao_jax import ops
 from sao_jax.learner.config import LearnerConfig
 
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
-  # The paper's method: DIS, two critic updates, frozen critic attention, skip-observation GAE, length-adaptive λ.
+  # The paper's method: DIS, two critic updates of projections and head, skip-observation GAE, length-adaptive λ.
   "sao": {},
   # "DIS only" in Table 1: single rollouts and DIS, with a value model trained in the plain way. The paper does not
   # define the row; we take it as SAO without what Section 3.2 adds to value training (one update, all parameters).
   "sao_dis_only": {"critic_updates": 1, "frozen_critic": ()},
   "sao_one_update": {"critic_updates": 1},
   "sao_full_critic": {"frozen_critic": ()},
+  # All but attention: embeddings, norms and routers train, too.
+  "sao_frozen_attention": {"frozen_critic": ("attention",)},
   "sao_fixed_lambda": {"lambda_policy": 0.95},
   "sao_all_tokens": {"advantage": "gae_all_tokens"},
   "sao_step_mean": {"advantage": "step_mean"},
@@ -33,11 +35,23 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
   "sao_ppo_clip": {"policy_loss": "ppo_clip"},
   "sao_icepop": {"policy_loss": "icepop"},
   "sao_truncated_is": {"policy_loss": "truncated_is"},
+  "sao_uncorrected": {"policy_loss": "uncorrected"},
   "sao_gspo": {"policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
   "grpo": {"policy_loss": "ppo_clip", "advantage": "baseline", "baseline": "group"},
   "grpo_dis": {"advantage": "baseline", "baseline": "group"},
-  # No DIS, and none of SAO's additions to value training: one update of all parameters, after the advantages.
+  # The paper's "vanilla VAPO": single rollouts and PPO's clipping in place of DIS, with α = 1.5 as in SAO and none of
+  # SAO's additions to value training: one update of all parameters, after the advantages.
   "vapo": {"policy_loss": "ppo_clip", "critic_updates": 1, "frozen_critic": (), "values_from": "previous"},
+  # The same with the settings of VAPO's own paper (arXiv 2504.05118): its α, and its loss on positive examples. Without
+  # its groups: with a value model, no advantage needs one. Its α is for thousands of tokens: up to 20, λ = 0.
+  "vapo_own_settings": {
+    "policy_loss": "ppo_clip",
+    "critic_updates": 1,
+    "frozen_critic": (),
+    "values_from": "previous",
+    "alpha": 0.05,
+    "positive_weight": 0.1,
+  },
   # Single rollouts without a critic: these differ from SAO only in the advantage.
   "running_mean": {"advantage": "baseline", "baseline": "running_mean"},
   "global_running_mean": {"advantage": "baseline", "baseline": "global_running_mean"},
@@ -82,7 +96,7 @@ class LossInputs(NamedTuple):
   logp: Float[Array, "*M B T"]
   """Log-probs under the policy being trained; the only array that takes a gradient."""
   old_logp: Float[Array, "*M B T"]
-  """Log-probs under π_old, the policy before this learner step."""
+  """Log-probs under π_old (`LearnerConfig.old_policy`)."""
   behavior_logp: Float[Array, "*M B T"]
   """Log-probs that the rollout engine recorded."""
   adv: Float[Array, "*M B T"]
@@ -169,6 +183,11 @@ def _truncated_is(config: LearnerConfig, x: LossInputs) -> jax.Array:
   return ops.truncated_is_loss(x.logp, x.behavior_logp, x.adv, x.action_mask, cap=config.is_cap)
 
 
+def _uncorrected(config: LearnerConfig, x: LossInputs) -> jax.Array:
+  del config
+  return ops.score_function_loss(x.logp, x.adv, x.action_mask)
+
+
 def _no_clip_mask(config: LearnerConfig, x: LossInputs) -> Sides:
   del config
   return jnp.zeros_like(x.action_mask), jnp.zeros_like(x.action_mask)
@@ -231,5 +250,6 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
   "ppo_clip": PolicyLoss(_ppo_clip, _ppo_clip_mask),
   "icepop": PolicyLoss(_icepop, _icepop_clip_mask),
   "gspo": PolicyLoss(_gspo, _gspo_clip_mask),
+  "uncorrected": PolicyLoss(_uncorrected, _no_clip_mask),
 }
 """Policy losses by the name in `LearnerConfig.policy_loss`. A new loss is a new row."""

@@ -189,7 +189,8 @@ def _empty(shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
     "behavior_logp": np.float32, "rewards": np.float32, "lambda_policy": np.float32, "turn_ids": np.int32,
     "truncated": np.bool_, "baseline_adv": np.float32,
   }  # fmt: skip
-  return {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+  arrays: dict[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+  return {**arrays, "version": np.full(shape, -1, np.int32)}
 
 
 def _write(
@@ -211,3 +212,5 @@ def _write(
   arrays["turn_ids"][where] = turn_ids(mask)
   arrays["truncated"][where] = trajectory.ended == "truncated"
   arrays["baseline_adv"][where] = baseline_adv
+  if not trajectory.mixed_versions:
+    arrays["version"][where] = trajectory.versions

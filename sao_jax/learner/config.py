@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypeAlias, get_args
 
-PolicyLossName: TypeAlias = Literal["dis", "ppo_clip", "icepop", "truncated_is", "gspo"]
+from sao_jax.learner.partition import PROJECTIONS_AND_HEAD
+
+PolicyLossName: TypeAlias = Literal["dis", "ppo_clip", "icepop", "truncated_is", "gspo", "uncorrected"]
 """Rows of `algorithms.POLICY_LOSSES`."""
 Advantage: TypeAlias = Literal["gae", "gae_all_tokens", "step_mean", "step_last", "baseline"]
 Baseline: TypeAlias = Literal["none", "group", "batch_mean", "running_mean", "global_running_mean", "spo"]
 Truncation: TypeAlias = Literal["terminal", "bootstrap"]
 ValuesFrom: TypeAlias = Literal["updated", "previous"]
+OldPolicy: TypeAlias = Literal["learner", "rollout"]
 
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
   ("policy_loss", get_args(PolicyLossName)),
@@ -18,6 +21,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
   ("baseline", get_args(Baseline)),
   ("truncation", get_args(Truncation)),
   ("values_from", get_args(ValuesFrom)),
+  ("old_policy", get_args(OldPolicy)),
 )
 
 
@@ -39,7 +43,8 @@ class OptimizerConfig:
   learning_rate: float
   warmup_steps: int = 0
   """Number of optimizer updates over which the rate rises linearly to `learning_rate`; update i (from 1) uses
-  i / warmup_steps of it."""
+  i / warmup_steps of it. With K = 2 critic updates per learner step, ten are five learner steps. The paper's "10 steps"
+  leave open which is meant; Adam's moments settle with updates, so we count these."""
   decay_steps: int | None = None
   """Number of optimizer updates after which the rate has fallen along a cosine to 5 % of `learning_rate`, where it
   stays. None: no decay."""
@@ -87,7 +92,14 @@ class LearnerConfig:
   is_cap: float = 2.0
   """`truncated_is`: largest ratio; greater ones are set to it."""
   policy_minibatches: int = 1
-  """Number of policy updates per step, each on its share of the microbatches; π_old is the policy before the first."""
+  """Number of policy updates per step, each on its share of the microbatches."""
+  old_policy: OldPolicy = "learner"
+  """π_old of `ppo_clip`, `icepop` and `gspo`. `learner`: the policy before the step's first update. With one update per
+  step every ratio to it is 1, so PPO and GSPO clip nothing. `rollout`: the policies that sampled the tokens, by the
+  engine's own log-probs; then one update clips, too, and IcePop's mismatch ratio is 1."""
+  positive_weight: float = 0.0
+  """Weight of VAPO's loss on positive examples: the mean negative log-likelihood of the action tokens of trajectories
+  with a positive return (VAPO: 0.1)."""
   hold_policy_steps: int = 0
   """Number of learner steps at the start during which only the critic learns."""
   temperature: float = 1.0
@@ -117,8 +129,9 @@ class LearnerConfig:
   critic_updates: int = 2
   """K: number of critic updates per step, each over the whole batch, before the advantages are computed."""
   lambda_critic: float = 1.0
-  frozen_critic: tuple[str, ...] = ("attention",)
-  """Path components of frozen parameters of the critic (see `partition.split`); () trains all parameters."""
+  frozen_critic: tuple[str, ...] = PROJECTIONS_AND_HEAD
+  """Frozen parameters of the critic during RL, by path component or kind of module (see `partition.split`). The
+  paper's form trains the MoE or MLP projections and the value head; ("attention",) trains all but attention, () all."""
   values_from: ValuesFrom = "updated"
   """`previous` computes advantages from the values before the K updates (ablation)."""
 
@@ -154,6 +167,7 @@ class LearnerConfig:
     bounds = (self.icepop_low, self.icepop_high)
     require(0.0 <= bounds[0] < bounds[1], "(icepop_low, icepop_high)", bounds, "0 <= low < high")
     require(self.is_cap > 0.0, "is_cap", self.is_cap, "> 0")
+    require(self.positive_weight >= 0.0, "positive_weight", self.positive_weight, ">= 0")
     require(self.temperature > 0.0, "temperature", self.temperature, "> 0")
 
   def _check_advantages(self) -> None:

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Bool, Float32, Int, PyTree
 
 from sao_jax.learner.config import OptimizerConfig
+from sao_jax.parallel.rules import path_components
 from sao_jax.types import Params
 
 FINAL_RATE = 0.05
@@ -50,7 +51,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   steps = [] if config.max_grad_norm is None else [optax.clip_by_global_norm(config.max_grad_norm)]
   steps.append(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps))
   if config.weight_decay:
-    steps.append(optax.add_decayed_weights(config.weight_decay, mask=_is_matrix))
+    steps.append(optax.add_decayed_weights(config.weight_decay, mask=_decays))
   steps.append(optax.scale_by_learning_rate(learning_rate(config)))
   return optax.chain(*steps)
 
@@ -106,5 +107,8 @@ def guarded_update(
   )
 
 
-def _is_matrix(params: Params) -> PyTree[bool]:
-  return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
+def _decays(params: Params) -> PyTree[bool]:
+  """Matrices decay, except those of an indexer (`models.sparse_attention`): no gradient could restore them."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: leaf.ndim >= 2 and "indexer" not in path_components(path), params
+  )

@@ -1,4 +1,4 @@
-"""Trainable and frozen parameters: chosen by exact components of their paths, and reported in a table."""
+"""Trainable and frozen parameters: chosen by their paths, and reported in a table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import jax
 
 from sao_jax.parallel.rules import path_components
 from sao_jax.types import Params
+
+KINDS = ("attention", "MoE/MLP", "routers", "embeddings", "norms", "head", "other")
+"""Kinds of modules: the rows of the report."""
+PROJECTIONS_AND_HEAD = ("attention", "embeddings", "norms", "routers")
+"""Frozen names with which the MoE or MLP projections and the head train: the paper's form for the value model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,13 +33,15 @@ class ModuleCount:
 def split(params: Params, frozen: Sequence[str]) -> tuple[Params, Params]:
   """Splits `params` into `(trainable, frozen)`: two trees of the same structure, each with None for the other's leaves.
 
-  A leaf is frozen if one whole component of its path is in `frozen`: `attention` freezes
-  `layers_0/attention/q_norm/scale`, but not `layers_0/post_attention_norm/scale`. JAX does not count None as a leaf, so
-  gradients, optimizer states and checkpoints of the trainable part contain nothing of the frozen one.
+  A leaf is frozen if one whole component of its path, or its `module_kind`, is in `frozen`: `attention` freezes
+  `layers_0/attention/q_norm/scale`, but not `layers_0/post_attention_norm/scale`, which `norms` freezes. JAX does not
+  count None as a leaf, so gradients, optimizer states and checkpoints of the trainable part contain nothing of the
+  frozen one.
 
   Args:
     params: a pytree of arrays.
-    frozen: names of path components; with none, everything trains.
+    frozen: names of path components or of `KINDS`; with none, everything trains. A model may lack a kind (a dense one
+      has no routers), except for attention.
 
   Raises:
     ValueError: a name matches no path, or nothing is left to train.
@@ -49,10 +56,12 @@ def split(params: Params, frozen: Sequence[str]) -> tuple[Params, Params]:
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   paths = [path_components(path) for path, _ in leaves]
   for name in frozen:
-    if not any(name in path for path in paths):
+    if not any(name in path for path in paths) and (name not in KINDS or name == "attention"):
       known = sorted({component for path in paths for component in path})
-      raise ValueError(f"frozen = {name!r} matches no parameter; the components of the paths are {known}.")
-  held = [any(name in path for name in frozen) for path in paths]
+      raise ValueError(
+        f"frozen = {name!r} matches no parameter; the components of the paths are {known}, the kinds {KINDS}."
+      )
+  held = [module_kind(path) in frozen or any(name in path for name in frozen) for path in paths]
   if all(held):
     raise ValueError(f"frozen = {tuple(frozen)} leaves no parameter to train.")
   trainable = [None if h else leaf for h, (_, leaf) in zip(held, leaves, strict=True)]
@@ -66,16 +75,18 @@ def merge(trainable: Params, frozen: Params) -> Params:
 
 
 def module_kind(path: Sequence[str]) -> str:
-  """Row of the report for a parameter, decided by the outermost component that names a kind of module.
+  """One of `KINDS` for a parameter, decided by the outermost component that names a kind of module.
 
   >>> module_kind(("layers_0", "attention", "q_norm", "scale")), module_kind(("final_norm", "scale"))
   ('attention', 'norms')
+  >>> module_kind(("layers_0", "moe", "router", "kernel")), module_kind(("layers_0", "moe", "up_proj"))
+  ('routers', 'MoE/MLP')
   """
   for component in path:
     if component == "attention":
       return "attention"
     if component in ("mlp", "moe"):
-      return "MoE/MLP"
+      return "routers" if "router" in path else "MoE/MLP"
     if component == "embed":
       return "embeddings"
     if component in ("lm_head", "value_head"):
@@ -96,8 +107,7 @@ def parameter_counts(params: Params, frozen: Sequence[str] = ()) -> list[ModuleC
     size = math.prod(leaf.shape)
     count[0] += size
     count[1] += size if path in trains else 0
-  order = ("attention", "MoE/MLP", "embeddings", "norms", "head", "other")
-  rows = [ModuleCount(name=name, total=kinds[name][0], trainable=kinds[name][1]) for name in order if name in kinds]
+  rows = [ModuleCount(name=name, total=kinds[name][0], trainable=kinds[name][1]) for name in KINDS if name in kinds]
   total = ModuleCount(name="total", total=sum(r.total for r in rows), trainable=sum(r.trainable for r in rows))
   return [total, *rows]
 

@@ -1,15 +1,43 @@
-"""Log-probs of the action tokens of a packed batch. The output head is evaluated at these tokens only."""
+"""Log-probs of the action tokens of a packed batch, or of whole sequences.
+
+The output head is evaluated at the scored tokens only.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int32
 
 from sao_jax.ops import logprobs, masking
 from sao_jax.parallel.axes import ROWS, axes_for
-from sao_jax.types import PolicyOutput, TokenBatch
+from sao_jax.types import AnyArray, Params, PolicyApply, PolicyOutput, TokenBatch
+
+
+def make_scorer(
+  policy_apply: PolicyApply, *, temperature: float = 1.0, chunk_size: int
+) -> Callable[[Params, Int32[AnyArray, "B T"]], Float32[Array, "B T"]]:
+  """Builds `f(params, tokens) -> log π(tokens[t] | tokens[:t])` for rows of one sequence each; 0 at index 0.
+
+  Args:
+    policy_apply: the policy.
+    temperature: the engine's.
+    chunk_size: number of tokens whose logits exist at once.
+  """
+
+  def score(params: Params, tokens: Int32[AnyArray, "B T"]) -> Float32[Array, "B T"]:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    output = policy_apply(params, tokens, positions, jnp.ones_like(tokens))
+    logp, _ = logprobs.masked_token_logprobs(
+      masking.align_predictions(output.hidden), output.lm_head, tokens, positions > 0,
+      temperature=temperature, chunk_size=chunk_size,
+    )  # fmt: skip
+    return logp
+
+  return score
 
 
 def action_logprobs(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -74,6 +75,16 @@ def policy_advantages(
 def baseline_advantages(batch: TokenBatch) -> Float32[Array, "*M B T"]:
   """Advantages that came with the batch, from rewards alone; 0 off action tokens."""
   return jnp.where(batch.action_mask, batch.baseline_adv, 0.0)
+
+
+def positive_examples(config: LearnerConfig, batch: TokenBatch) -> Bool[Array, "*M B T"]:
+  """Action tokens from which on the trajectory's rewards, undiscounted, sum to more than 0.
+
+  For a reward at the end these are all action tokens of the successful trajectories.
+  """
+  plain = dataclasses.replace(config, advantage="gae", baseline="none", discount=1.0, truncation="terminal")
+  zeros = jnp.zeros_like(batch.rewards)
+  return batch.action_mask & (_estimate(plain, zeros, zeros, batch, 1.0) > 0.0)
 
 
 def policy_lambda(config: LearnerConfig, batch: TokenBatch) -> Float32[Array, "*M B T"]:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from sao_jax.learner import algorithms, microbatches, optimizers, partition, scoring, targets
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.learner.state import LearnerState
 from sao_jax.ops import diagnostics, masking, value_losses
-from sao_jax.types import Params, PolicyApply, TokenBatch, ValueApply
+from sao_jax.types import AnyArray, Params, PolicyApply, TokenBatch, ValueApply
 
 Metrics: TypeAlias = dict[str, jax.Array]
 """Float32 scalars on the device; NaN for a quantity that does not exist (no critic, no variance)."""
@@ -107,6 +107,23 @@ def make_critic_step(
   def step(state: LearnerState, batch: TokenBatch, num_microbatches: Int[Array, ""]) -> tuple[LearnerState, Metrics]:
     update = update_critic(config, value_apply, state, batch, num_microbatches, num_updates=num_updates)
     return update.state, {**update.metrics, **_skipped(update.state)}
+
+  return jax.jit(step, donate_argnums=0) if jit else step
+
+
+def make_critic_evaluation(config: LearnerConfig, value_apply: ValueApply, *, jit: bool = True) -> Step:
+  """Builds a step that measures the critic on a batch and changes nothing: its `explained_variance`.
+
+  Args:
+    config: decides the returns and the tokens.
+    value_apply: the value model.
+    jit: compile the step, donating its state (which it returns); False returns the plain function.
+  """
+
+  def step(state: LearnerState, batch: TokenBatch, num_microbatches: Int[Array, ""]) -> tuple[LearnerState, Metrics]:
+    v_after = compute_values(value_apply, state.critic, batch, num_microbatches)
+    returns = targets.critic_targets(config, v_after, batch)
+    return state, {"explained_variance": explained_variance(config, v_after, returns, batch)}
 
   return jax.jit(step, donate_argnums=0) if jit else step
 
@@ -215,6 +232,7 @@ def policy_gradient(
   denominator: Int[Array, ""],
   outputs: PolicyOutputs,
   old_logp: Float[Array, "M B T"] | None = None,
+  imitation: Float[Array, "M B T"] | None = None,
 ) -> tuple[Params, Float32[Array, ""], PolicyOutputs]:
   """Gradient and loss of the microbatches `start <= m < stop`: a sum over action tokens, divided by `denominator`.
 
@@ -229,18 +247,22 @@ def policy_gradient(
     denominator: number of action tokens that the loss is a mean over.
     outputs: `[M, B, T]` log-probs and entropies; the entries of these microbatches are replaced.
     old_logp: `[M, B, T]` log-probs under π_old; None: `params` are π_old.
+    imitation: `[M, B, T]` weights of −log π, which is added to the loss; None: nothing is.
   """
 
   def loss_fn(
-    params: Params, inputs: tuple[TokenBatch, jax.Array, jax.Array | None]
+    params: Params, inputs: tuple[TokenBatch, jax.Array, jax.Array | None, jax.Array | None]
   ) -> tuple[jax.Array, PolicyOutputs]:
-    tokens, adv, old = inputs
+    tokens, adv, old, imitated = inputs
     logp, entropy = _forward(config, policy_apply, params, tokens)
     old = jax.lax.stop_gradient(logp) if old is None else old
     arguments = (logp, old, tokens.behavior_logp, adv, tokens.action_mask, tokens.segment_ids)
-    return jnp.sum(algorithms.policy_loss(config, *arguments)) / denominator, PolicyOutputs(logp, entropy)
+    loss = algorithms.policy_loss(config, *arguments)
+    if imitated is not None:
+      loss = loss - imitated * jnp.where(tokens.action_mask, logp, 0.0)
+    return jnp.sum(loss) / denominator, PolicyOutputs(logp, entropy)
 
-  return microbatches.accumulate_gradients(loss_fn, params, (batch, adv, old_logp), outputs, start, stop)
+  return microbatches.accumulate_gradients(loss_fn, params, (batch, adv, old_logp, imitation), outputs, start, stop)
 
 
 def update_policy(
@@ -254,8 +276,8 @@ def update_policy(
   """Makes one policy update, or `policy_minibatches` of them, and returns its metrics."""
   optimizer = optimizers.make_optimizer(config.policy_optimizer)
   split = config.policy_minibatches
-  # With a single update, π_old is the policy itself, and needs no forward pass of its own.
-  old_logp = None if split == 1 else _policy_logp(config, policy_apply, state.policy, batch, num_microbatches)
+  old_logp = _old_logp(config, policy_apply, state.policy, batch, num_microbatches)
+  positive = targets.positive_examples(config, batch) if config.positive_weight else None
   counts = jnp.sum(batch.action_mask, axis=(1, 2))
   index = jnp.arange(counts.shape[0])
 
@@ -263,9 +285,11 @@ def update_policy(
     params, opt_state, outputs = carry
     start, stop = part * num_microbatches // split, (part + 1) * num_microbatches // split
     here = (index >= start) & (index < stop)
+    count = jnp.maximum(jnp.sum(jnp.where(here, counts, 0)), 1)
+    imitation = None if positive is None else _imitation(config, positive & here[:, None, None], count)
     grads, loss, outputs = policy_gradient(
-      config, policy_apply, params, batch, adv, start, stop,
-      denominator=jnp.maximum(jnp.sum(jnp.where(here, counts, 0)), 1), outputs=outputs, old_logp=old_logp,
+      config, policy_apply, params, batch, adv, start, stop, denominator=count, outputs=outputs, old_logp=old_logp,
+      imitation=imitation,
     )  # fmt: skip
     logp = outputs.logp
     arguments = (logp if old_logp is None else old_logp, batch.behavior_logp, adv, batch.action_mask, batch.segment_ids)
@@ -288,6 +312,7 @@ def update_policy(
     policy_empty=state.counters.policy_empty + jnp.sum(empty),
   )
   metrics = _policy_metrics(config, batch, adv, outputs, jnp.any(low, axis=0), jnp.any(high, axis=0))
+  metrics |= _engine_agreement(batch, outputs.logp if old_logp is None else old_logp, state.version)
   metrics |= {"policy_loss": jnp.mean(losses), "policy_grad_norm": jnp.mean(norms)}
   return state._replace(policy=params, policy_opt=opt_state, counters=counters), metrics
 
@@ -315,14 +340,27 @@ def _forward(
   return scoring.action_logprobs(output, tokens, temperature=config.temperature, chunk_size=config.logprob_chunk_size)
 
 
-def _policy_logp(
+def _old_logp(
   config: LearnerConfig, policy_apply: PolicyApply, params: Params, batch: TokenBatch, num_microbatches: Int[Array, ""]
-) -> Float32[Array, "M B T"]:
+) -> Float32[Array, "M B T"] | None:
+  """Log-probs under π_old. None: with a single update the policy is its own π_old, without a forward pass for it."""
+  if config.old_policy == "rollout":
+    return batch.behavior_logp
+  if config.policy_minibatches == 1:
+    return None
+
   def logp(tokens: TokenBatch) -> jax.Array:
     return _forward(config, policy_apply, params, tokens)[0]
 
   outputs = microbatches.map_microbatches(logp, batch, jnp.zeros_like(batch.behavior_logp), 0, num_microbatches)
   return jax.lax.stop_gradient(outputs)
+
+
+def _imitation(
+  config: LearnerConfig, positive: Bool[Array, "M B T"], count: Int[Array, ""]
+) -> Float32[Array, "M B T"]:
+  """Weights that make a sum over `count` tokens, divided by `count`, a mean over the positive ones."""
+  return config.positive_weight * positive * (count / jnp.maximum(jnp.sum(positive), 1))
 
 
 def _policy_metrics(
@@ -341,18 +379,42 @@ def _policy_metrics(
 
   ratio = jnp.exp(jnp.where(mask, logp - batch.behavior_logp, 0.0))
   adv_mean = mean(adv)
+  adv_std = jnp.sqrt(mean(jnp.square(adv - adv_mean)))
+  masked = (low | high).astype(jnp.float32)
   return {
-    "dis_masked_fraction": mean(low | high),
+    "dis_masked_fraction": mean(masked),
     "dis_masked_low": mean(low),
     "dis_masked_high": mean(high),
+    # Shares of the tokens of each sign.
+    "masked_fraction_positive_adv": masking.masked_mean(masked, mask & (adv > 0.0)),
+    "masked_fraction_negative_adv": masking.masked_mean(masked, mask & (adv < 0.0)),
     "ratio_mean": mean(ratio),
     "approx_kl": diagnostics.approx_kl(logp, batch.behavior_logp, mask),
     "effective_sample_size": diagnostics.effective_sample_size(logp, batch.behavior_logp, mask),
     "entropy": mean(entropy),
     "lambda_policy_mean": mean(targets.policy_lambda(config, batch)),
     "advantage_mean": adv_mean,
-    "advantage_std": jnp.sqrt(mean(jnp.square(adv - adv_mean))),
+    "advantage_std": adv_std,
+    # Signal-to-noise ratio |mean| / std over the batch's action tokens; 0 where all advantages are 0.
+    "advantage_snr": jnp.abs(adv_mean) / jnp.maximum(adv_std, 1e-12),
     "action_tokens": jnp.sum(mask).astype(jnp.float32),
+  }
+
+
+def _engine_agreement(batch: TokenBatch, logp: Float[Array, "M B T"], version: Int32[AnyArray, ""]) -> Metrics:
+  """Compares the engine's log-probs with the learner's, where both have the same weights (staleness 0).
+
+  Returns:
+    `logprob_error`, the mean absolute difference in nats (0 without such tokens), and `logprob_error_tokens`, their
+    number.
+  """
+  if batch.version is None:
+    return {"logprob_error": jnp.full((), jnp.nan), "logprob_error_tokens": jnp.zeros(())}
+  fresh = batch.action_mask & (batch.version == version)
+  error = jnp.where(fresh, jnp.abs(logp - batch.behavior_logp), 0.0)
+  return {
+    "logprob_error": masking.masked_mean(error, fresh),
+    "logprob_error_tokens": jnp.sum(fresh).astype(jnp.float32),
   }
 
 

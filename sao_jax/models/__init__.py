@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sao_jax.models.checkpoints.files import read_config
 from sao_jax.models.checkpoints.gguf import load_gguf
 from sao_jax.models.checkpoints.huggingface import load_hf, save_hf
 from sao_jax.models.config import ModelConfig, RopeScaling
@@ -12,6 +13,7 @@ from sao_jax.models.heads import (
   lm_head,
   policy_apply,
   policy_logits,
+  untied,
   value_apply,
 )
 from sao_jax.models.nnx_adapter import nnx_policy, nnx_value
@@ -31,6 +33,8 @@ __all__ = [
   "nnx_value",
   "policy_apply",
   "policy_logits",
+  "read_config",
   "save_hf",
+  "untied",
   "value_apply",
 ]

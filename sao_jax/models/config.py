@@ -1,4 +1,4 @@
-"""`ModelConfig`: the architecture of llama, qwen3, qwen3_moe and glm4_moe decoders."""
+"""`ModelConfig`: the architecture of a decoder of one of the `MODEL_TYPES`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from sao_jax.models.token_ids import TokenIds
 
-MODEL_TYPES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
 DTYPES = ("float32", "bfloat16", "float16")
 MOE_IMPLEMENTATIONS = ("auto", "ragged", "blocks", "dense", "gmm")
 ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "heads_first", "chunked", "splash")
 ROUTERS = ("softmax", "sigmoid")
 REMAT_POLICIES = ("none", "full", "dots")
+INDEXER_TYPES = ("full", "shared")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _FLOAT_MAX = 1.7976931348623157e308
 
@@ -62,7 +63,11 @@ class RopeScaling:
   beta_slow: float = 1.0
   """yarn."""
   attention_factor: float | None = None
-  """yarn: factor of cos and sin; None computes it from `factor`."""
+  """yarn: factor of cos and sin; None computes it, see `cos_factor`."""
+  mscale: float = 0.0
+  """yarn: with `mscale_all_dim`, scale of the computed factor of cos and sin; 0: not given."""
+  mscale_all_dim: float = 0.0
+  """yarn: as `mscale`; latent attention also scales its scores with it, see `score_factor`."""
   truncate: bool = True
   """yarn: round the bounds of the ramp to whole dimensions."""
 
@@ -70,6 +75,20 @@ class RopeScaling:
   def yarn_attention(factor: float, scale: float = 1.0) -> float:
     """YaRN's factor of cos and sin: `0.1 * scale * ln(factor) + 1`."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+  @property
+  def cos_factor(self) -> float:
+    """yarn: factor of cos and sin."""
+    if self.attention_factor is not None:
+      return self.attention_factor
+    if self.mscale and self.mscale_all_dim:
+      return self.yarn_attention(self.factor, self.mscale) / self.yarn_attention(self.factor, self.mscale_all_dim)
+    return self.yarn_attention(self.factor)
+
+  @property
+  def score_factor(self) -> float:
+    """yarn: factor of the scores of latent attention, as in DeepSeek-V3; 1 without `mscale_all_dim`."""
+    return self.yarn_attention(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
   def __post_init__(self) -> None:
     _check_kinds(self)
@@ -102,6 +121,7 @@ class ModelConfig:
   num_heads: int
   num_kv_heads: int
   head_dim: int
+  """Dimensions of a head. With latent attention, those of a query or key head that are rotated."""
   intermediate_size: int
   """Width of a dense layer's SwiGLU."""
 
@@ -109,7 +129,7 @@ class ModelConfig:
   """Hugging Face name of the family, written by `save_hf`. It does not affect the computation."""
   tie_word_embeddings: bool = True
   attention_bias: bool = False
-  """Bias on the q, k and v projections."""
+  """Bias on the q, k and v projections; with latent attention, on the projections to the latents."""
   attention_out_bias: bool = False
   """Bias on the attention's output projection."""
   mlp_bias: bool = False
@@ -124,13 +144,35 @@ class ModelConfig:
   max_position_embeddings: int = 32_768
   """Kept for checkpoints; no array is sized by it."""
 
+  kv_lora_rank: int = 0
+  """Width of the latent that keys and values of all heads are computed from (multi-head latent attention,
+  arXiv 2405.04434, Section 2.1); 0: grouped-query attention."""
+  q_lora_rank: int = 0
+  """Latent attention: width of the latent of queries; 0: they are computed from the layer's input."""
+  qk_nope_head_dim: int = 0
+  """Latent attention: dimensions of a query or key head that are not rotated."""
+  v_head_dim: int = 0
+  """Latent attention: dimensions of a value head."""
+  rope_interleave: bool = False
+  """Latent attention: whether neighbouring dimensions, (0, 1), (2, 3), ..., are rotated as a pair, and not those that
+  are half of `head_dim` apart."""
+  index_topk: int = 0
+  """Sparse attention over latents: the number of tokens that a query attends to, chosen by an indexer; 0: all."""
+  index_n_heads: int = 0
+  """Number of the indexer's query heads; they share one key head."""
+  index_head_dim: int = 0
+  """Dimensions of an indexer's head, of which the first `head_dim` are rotated."""
+  indexer_types: tuple[str, ...] = ()
+  """'full' or 'shared' per layer: a shared one attends to the tokens that the last full one before it chose."""
+
   num_experts: int = 0
   """0: every layer is dense."""
   num_experts_per_tok: int = 0
   moe_intermediate_size: int = 0
   """Width of one expert's SwiGLU."""
   router: str = "softmax"
-  """'softmax' (qwen3_moe), or 'sigmoid' with a correction bias that affects the choice of experts only (glm4_moe)."""
+  """'softmax' (qwen3_moe), or 'sigmoid' with a correction bias that affects the choice of experts only (the other
+  families)."""
   norm_topk_prob: bool = True
   """Whether the chosen experts' weights are divided by their sum."""
   routed_scaling_factor: float = 1.0
@@ -193,6 +235,37 @@ class ModelConfig:
     _check("ModelConfig.partial_rotary_factor", self.partial_rotary_factor, whole, "such that 'yarn' turns whole pairs")
     if self.num_experts:
       self._check_experts()
+    if self.kv_lora_rank:
+      self._check_latent()
+    else:
+      for name in ("rope_interleave", "index_topk"):
+        _check(f"ModelConfig.{name}", getattr(self, name), not getattr(self, name), "unset without kv_lora_rank")
+    if self.index_topk:
+      self._check_indexer()
+
+  def _check_latent(self) -> None:
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+      _check(f"ModelConfig.{name}", getattr(self, name), getattr(self, name) > 0, "positive with latent attention")
+    _check("ModelConfig.q_lora_rank", self.q_lora_rank, self.q_lora_rank >= 0, "0 or positive")
+    kv_heads, heads = self.num_kv_heads, self.num_heads
+    _check("ModelConfig.num_kv_heads", kv_heads, kv_heads == heads, f"num_heads = {heads} with latent attention")
+    _check("ModelConfig.head_dim", self.head_dim, self.head_dim % 2 == 0, "even with latent attention")
+    _check("ModelConfig.qk_norm", self.qk_norm, not self.qk_norm, "false with latent attention")
+    factor = self.partial_rotary_factor
+    _check("ModelConfig.partial_rotary_factor", factor, factor == 1.0, "1 with latent attention")
+
+  def _check_indexer(self) -> None:
+    _check("ModelConfig.index_topk", self.index_topk, self.index_topk > 0, "0 or positive")
+    _check("ModelConfig.index_n_heads", self.index_n_heads, self.index_n_heads > 0, "positive with an indexer")
+    size, least = self.index_head_dim, self.head_dim
+    _check("ModelConfig.index_head_dim", size, size >= least, f"at least head_dim = {least}, which are rotated")
+    _check(
+      "ModelConfig.q_lora_rank", self.q_lora_rank, self.q_lora_rank > 0, "positive with an indexer, which reads it"
+    )
+    types, layers = self.indexer_types, self.num_layers
+    known = len(types) == layers and all(kind in INDEXER_TYPES for kind in types)
+    _check("ModelConfig.indexer_types", types, known, f"one of {INDEXER_TYPES} for each of {layers} layers")
+    _check("ModelConfig.indexer_types", types, types[0] == "full", "'full' in the first layer")
 
   def _check_experts(self) -> None:
     experts, chosen = self.num_experts, self.num_experts_per_tok
@@ -224,12 +297,18 @@ class ModelConfig:
   @property
   def attention_scale(self) -> float:
     """Factor of the attention scores."""
+    if self.kv_lora_rank:
+      return self.rope_scaling.score_factor / math.sqrt(self.qk_nope_head_dim + self.head_dim)
     return 1.0 / math.sqrt(self.head_dim)
 
   @property
   def compute_dtype(self) -> jnp.dtype:
     """`dtype` as a JAX dtype."""
     return jnp.dtype(self.dtype)
+
+  def has_indexer(self, layer: int) -> bool:
+    """Whether layer number `layer` (from 0) chooses the tokens that it attends to by an indexer of its own."""
+    return self.index_topk > 0 and self.indexer_types[layer] == "full"
 
   def is_sparse(self, layer: int) -> bool:
     """Whether layer number `layer` (from 0) is a mixture of experts."""

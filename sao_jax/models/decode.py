@@ -16,27 +16,31 @@ key/value heads; Dh head_dim; D hidden_size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from sao_jax.models import latent_attention
 from sao_jax.models.config import ModelConfig
+from sao_jax.models.embedding import look_up
 from sao_jax.models.layers import LayerCache, all_in_order, apply_rope, rms_norm, rope_tables, write_span
 from sao_jax.models.moe import MoE
 from sao_jax.types import AnyArray, Cache, Params
 
+_TIME: Mapping[str, int] = {"key": 2, "value": 1, "latent": 0, "index_key": 0}
+"""Axis of time of each cached array, in one slot."""
 _MASKED = -1e30  # finite: a row without allowed keys gives a uniform softmax, not NaN
 
 
 class Window(TypedDict):
   """State of a loop of C decode steps."""
 
-  groups: tuple[dict[str, LayerCache], ...]
-  """By group and layer: keys `[R, K, Dh, W]` and values `[R, K, W, Dh]`. Columns before `W - C` are the positions of
-  those numbers. Column `W - C + i` is position `positions + i`."""
+  groups: tuple[dict[str, Any], ...]
+  """By group and layer: keys `[R, K, Dh, W]` and values `[R, K, W, Dh]`, or a `latent_attention.LatentCache` of W
+  columns. Columns before `W - C` are the positions of those numbers. Column `W - C + i` is position `positions + i`."""
   slots: Int32[Array, "S"]
   """Slot of each row."""
   positions: Int32[Array, "S"]
@@ -58,8 +62,11 @@ def prepare(config: ModelConfig, params: Params) -> Params:
     layer = params[f"layers_{i}"]
     attention = layer["attention"]
     joined = {name: layer[name] for name in ("input_norm", "post_attention_norm", "moe") if name in layer}
-    joined["qkv"] = _join([attention[name] for name in ("q_proj", "k_proj", "v_proj")])
-    joined["o_proj"] = attention["o_proj"]
+    if config.kv_lora_rank:
+      joined["attention"] = latent_attention.prepare(config, attention)
+    else:
+      joined["qkv"] = _join([attention[name] for name in ("q_proj", "k_proj", "v_proj")])
+      joined["o_proj"] = attention["o_proj"]
     if config.qk_norm:
       heads = ((attention["q_norm"]["scale"], config.num_heads), (attention["k_norm"]["scale"], config.num_kv_heads))
       joined["qk_scale"] = jnp.concatenate([jnp.broadcast_to(scale, (n, config.head_dim)) for scale, n in heads])
@@ -88,19 +95,19 @@ def open_window(
 
   rows = len(slots) // len(live_lens)
 
-  def take(x: jax.Array, group: int, live_len: int, time_axis: int) -> jax.Array:
+  def take(name: str, x: jax.Array, g: int, live_len: int) -> jax.Array:
     """The context of a group's slots, and zeros for the loop's own tokens."""
-    context = jax.lax.slice_in_dim(x, 0, min(live_len - steps, x.shape[time_axis]), axis=time_axis)
-    part = slice(group * rows, (group + 1) * rows)
+    time = 1 + _TIME[name]
+    context = jax.lax.slice_in_dim(x, 0, min(live_len - steps, x.shape[time]), axis=time)
+    part = slice(g * rows, (g + 1) * rows)
     context = context[part] if all_in_order(slots, x.shape[0]) else context[slots[part]]
     padding = [(0, 0)] * x.ndim
-    padding[time_axis] = (0, live_len - context.shape[time_axis])
+    padding[time] = (0, live_len - context.shape[time])
     return jnp.pad(context, padding)
 
-  def group(g: int, live_len: int) -> dict[str, LayerCache]:
+  def group(g: int, live_len: int) -> dict[str, Any]:
     return {
-      name: LayerCache(key=take(layer["key"], g, live_len, 3), value=take(layer["value"], g, live_len, 2))
-      for name, layer in cache.items()
+      layer: {name: take(name, x, g, live_len) for name, x in arrays.items()} for layer, arrays in cache.items()
     }
 
   return Window(
@@ -114,14 +121,15 @@ def open_window(
 def merge_window(cache: Cache, window: Window, count: Int32[Array, "S"]) -> Cache:
   """Writes the tokens of each row's first `count[r]` steps into the cache; see `types.CachedPolicy.merge`."""
   steps = window["rope"][0].shape[0]
-  merged = {}
-  for name, layer in cache.items():
-    key = jnp.concatenate([group[name]["key"][..., -steps:] for group in window["groups"]])
-    value = jnp.concatenate([group[name]["value"][:, :, -steps:] for group in window["groups"]])
-    merged[name] = LayerCache(
-      key=write_span(layer["key"], key, window["slots"], window["positions"], count, time_axis=2),
-      value=write_span(layer["value"], value, window["slots"], window["positions"], count, time_axis=1),
-    )
+
+  def last(array: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.slice_in_dim(array, array.shape[axis] - steps, None, axis=axis)
+
+  merged: dict[str, Any] = {layer: {} for layer in cache}
+  for layer, arrays in cache.items():
+    for name, array in arrays.items():
+      new = jnp.concatenate([last(group[layer][name], 1 + _TIME[name]) for group in window["groups"]])
+      merged[layer][name] = write_span(array, new, window["slots"], window["positions"], count, time_axis=_TIME[name])
   return merged
 
 
@@ -132,25 +140,29 @@ def step(
   rope = tuple(jax.lax.dynamic_index_in_dim(table, i, keepdims=False) for table in window["rope"])
   groups = window["groups"]
   steps = window["rope"][0].shape[0]
-  lengths = [group["layers_0"]["value"].shape[2] for group in groups]
+  name = next(iter(groups[0]["layers_0"]))
+  lengths = [group["layers_0"][name].shape[1 + _TIME[name]] for group in groups]
   columns = [length - steps + i for length in lengths]
   allowed = [
     (jnp.arange(length) < jnp.minimum(first[:, None], length - steps))
     | ((jnp.arange(length) >= length - steps) & (jnp.arange(length) <= column))
     for length, column, first in zip(lengths, columns, jnp.split(window["positions"], len(groups)), strict=True)
   ]
-  x = prepared["embed"]["embedding"].astype(config.compute_dtype).at[tokens].get(mode="clip")
-  written: list[dict[str, LayerCache]] = [{} for _ in groups]
+  x = look_up(prepared["embed"]["embedding"], tokens, config.compute_dtype)
+  written: list[dict[str, Any]] = [{} for _ in groups]
+  chosen: list[Any] = [None for _ in groups]
   for n in range(config.num_layers):
     name = f"layers_{n}"
     layer = prepared[name]
-    projected = _project(config, layer, rms_norm(x, layer["input_norm"]["scale"], config), rope)
-    q, k, v = (jnp.split(y, len(groups)) for y in projected)
-    mixed = []
-    for g, group in enumerate(groups):
-      heads, written[g][name] = _attend(q[g], k[g], v[g], group[name], columns[g], allowed[g])
-      mixed.append(heads)
-    x = x + _linear(config, layer["o_proj"], jnp.concatenate(mixed))
+    y = rms_norm(x, layer["input_norm"]["scale"], config)
+    windows = [group[name] for group in groups]
+    if config.kv_lora_rank:
+      y, windows, chosen = latent_attention.step(config, layer["attention"], y, rope, windows, columns, allowed, chosen)
+    else:
+      y, windows = _attention(config, layer, y, rope, windows, columns, allowed)
+    for group, window_of_layer in zip(written, windows, strict=True):
+      group[name] = window_of_layer
+    x = x + y
     x = x + _feed_forward(config, layer, rms_norm(x, layer["post_attention_norm"]["scale"], config))
   hidden = rms_norm(x, prepared["final_norm"]["scale"], config)
   return hidden, Window(
@@ -182,6 +194,21 @@ def _project(
   qk = apply_rope(qk, *rope)
   q = (qk[:, :heads] * config.attention_scale).reshape(-1, kv_heads, heads // kv_heads, dim)
   return q, qk[:, heads:], v
+
+
+def _attention(
+  config: ModelConfig,
+  layer: Params,
+  x: jax.Array,
+  rope: tuple[jax.Array, ...],
+  windows: Sequence[LayerCache],
+  columns: Sequence[jax.Array],
+  allowed: Sequence[jax.Array],
+) -> tuple[jax.Array, list[LayerCache]]:
+  """Grouped-query attention of all groups, and their windows with the new tokens."""
+  q, k, v = (jnp.split(y, len(windows)) for y in _project(config, layer, x, rope))
+  parts = [_attend(*group) for group in zip(q, k, v, windows, columns, allowed, strict=True)]
+  return _linear(config, layer["o_proj"], jnp.concatenate([mixed for mixed, _ in parts])), [new for _, new in parts]
 
 
 def _attend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,18 @@ from jaxtyping import Array, Float, Float32, Int, Int32, Key
 
 from sao_jax.models import decode
 from sao_jax.models.config import ModelConfig
-from sao_jax.models.transformer import Transformer, init_cache
-from sao_jax.types import AnyArray, Cache, CachedPolicy, Params, PolicyApply, PolicyOutput, ValueApply
+from sao_jax.models.transformer import Transformer, init_cache, token_state
+from sao_jax.types import (
+  AnyArray,
+  Cache,
+  CachedPolicy,
+  PagedPolicy,
+  Params,
+  PolicyApply,
+  PolicyOutput,
+  RaggedBatch,
+  ValueApply,
+)
 
 
 def _init_trunk(config: ModelConfig, key: Key[Array, ""]) -> Params:
@@ -74,6 +85,17 @@ def lm_head(config: ModelConfig) -> Callable[[Params], jax.Array]:
     return kernel
 
   return head
+
+
+def untied(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+  """Returns the same policy with an output head of its own, a copy of the embedding where the two are tied.
+
+  For servers that cannot update a tied head: `save_hf(directory, *untied(config, params))`.
+  """
+  if not config.tie_word_embeddings:
+    return config, params
+  kernel = jnp.asarray(params["embed"]["embedding"]).T
+  return dataclasses.replace(config, tie_word_embeddings=False), {**params, "lm_head": {"kernel": kernel}}
 
 
 def policy_apply(config: ModelConfig) -> PolicyApply:
@@ -149,6 +171,11 @@ def cached_policy(config: ModelConfig) -> CachedPolicy:
   ) -> tuple[Float[Array, "R D"], Cache]:
     return model.apply({"params": params}, cache, tokens, slots, start, count, live_len, method="extend")
 
+  def ragged(
+    params: Params, pages: Cache, tokens: Int32[Array, "T"], batch: RaggedBatch
+  ) -> tuple[Float[Array, "T D"], Cache]:
+    return model.apply({"params": params}, pages, tokens, batch, method="ragged")
+
   def new_cache(num_slots: int, max_len: int) -> Cache:
     return init_cache(config, num_slots, max_len)
 
@@ -160,4 +187,5 @@ def cached_policy(config: ModelConfig) -> CachedPolicy:
     step=functools.partial(decode.step, config),
     lm_head=decode.lm_head,
     merge=decode.merge_window,
+    paged=None if config.kv_lora_rank else PagedPolicy(functools.partial(token_state, config), ragged, lm_head(config)),
   )

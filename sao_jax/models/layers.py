@@ -7,7 +7,7 @@ heads, K key/value heads, Dh head_dim, D hidden_size.
 from __future__ import annotations
 
 import math
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from sao_jax.models.attention import packed_attention
 from sao_jax.models.config import ModelConfig, RopeScaling
-from sao_jax.types import AnyArray
+from sao_jax.models.paged_attention import paged_attention
+from sao_jax.types import AnyArray, RaggedBatch
 
 _MASKED = -1e30  # finite: a row without allowed keys gives a uniform softmax, not NaN
 
@@ -118,10 +119,7 @@ def _yarn(inverse: np.ndarray, theta: float, dim: int, scaling: RopeScaling) -> 
   if low == high:
     high += 0.001
   ramp = np.clip((np.arange(inverse.size) - low) / (high - low), 0.0, 1.0)
-  factor = scaling.attention_factor
-  if factor is None:
-    factor = RopeScaling.yarn_attention(scaling.factor)
-  return inverse * (1.0 - ramp) + inverse / scaling.factor * ramp, factor
+  return inverse * (1.0 - ramp) + inverse / scaling.factor * ramp, scaling.cos_factor
 
 
 def rope_tables(
@@ -297,6 +295,13 @@ class Attention(nn.Module):
     positions = start[:, None] + jnp.arange(x.shape[1])
     heads = extend_attention(q, cache, slots, positions, live_len=live_len, scale=self.config.attention_scale)
     return self._output(heads), cache
+
+  def ragged(
+    self, x: Float[Array, "T D"], rope: tuple[jax.Array, jax.Array], pages: Any, batch: RaggedBatch
+  ) -> tuple[Float[Array, "T D"], Any]:
+    """Attention of a ragged batch over a paged cache."""
+    heads, kv = paged_attention(*self._project(x, rope), pages["kv"], batch, self.config.attention_scale)
+    return self._output(heads), {"kv": kv}
 
 
 class MLP(nn.Module):

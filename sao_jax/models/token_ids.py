@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 KEYS: Mapping[str, str] = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id"}
-_DEFAULTS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2}}
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+  "llama": {"bos": 1, "eos": 2},
+  "deepseek_v3": {"bos": 0, "eos": 1},
+  "glm_moe_dsa": {"bos": 0, "eos": 1},
+}
 """Defaults of transformers, by model type, for keys that a `config.json` lacks. Other types have none."""
 
 

@@ -47,6 +47,7 @@ from sao_jax.ops.policy_losses import (
   gspo_loss,
   icepop_loss,
   ppo_clip_loss,
+  score_function_loss,
   truncated_is_loss,
 )
 from sao_jax.ops.value_losses import clipped_value_loss, squared_value_loss
@@ -87,6 +88,7 @@ __all__ = [
   "policy_losses",
   "ppo_clip_loss",
   "rounding_slack",
+  "score_function_loss",
   "sequence_log_ratio",
   "skip_observation_gae",
   "skip_observation_returns",

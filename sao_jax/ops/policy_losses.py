@@ -117,6 +117,30 @@ def truncated_is_loss(
   return _score_loss(jax.lax.stop_gradient(jnp.minimum(ratio, _checks.float32(cap))), logp, adv, mask)
 
 
+def score_function_loss(
+  logp: Float[ArrayLike, "*shape"],
+  adv: Real[ArrayLike, "*#shape"],
+  action_mask: Bool[ArrayLike, "*#shape"],
+) -> Float32[Array, "*shape"]:
+  """Score-function loss without any correction for the age of the tokens.
+
+  ℓ_t = −sg[A_t] log π_θ(a_t|s_t). (Williams 1992, REINFORCE)
+
+  It is the gradient of PPO's surrogate where π_old is the policy itself, so that every ratio is 1.
+
+  Args:
+    logp, adv, action_mask: as `dis_policy_loss`.
+
+  Returns:
+    float32 per-token losses, shape of `logp`.
+
+  >>> float(score_function_loss(jnp.array([-2.0]), jnp.array([0.5]), jnp.array([True]))[0])
+  1.0
+  """
+  mask, logp, adv = _prepare(logp, adv, action_mask)
+  return _score_loss(jnp.ones_like(logp), logp, adv, mask)
+
+
 def ppo_clip_loss(
   logp: Float[ArrayLike, "*shape"],
   old_logp: Float[ArrayLike, "*#shape"],

@@ -14,8 +14,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sao_jax.parallel.axes import ROWS, axes_in_use
-from sao_jax.parallel.rules import CACHE_RULES, matches, path_components, replicated, spec_for
+from sao_jax.parallel.axes import ROWS, axes_for, axes_in_use, weights_in_place
+from sao_jax.parallel.rules import (
+  CACHE_RULES,
+  ENGINE_RULES,
+  matches,
+  path_components,
+  replicated,
+  shardings_for,
+  spec_for,
+)
 from sao_jax.parallel.step import on_mesh
 from sao_jax.types import Cache, CachedPolicy, Params, SlotPlacement, Window
 
@@ -33,7 +41,7 @@ def cached_on_mesh(
     mesh: mesh of the engine, over devices of this process.
     dispatching: see `types.SlotPlacement`.
   """
-  whole_time = mesh.shape["context"] > 1
+  whole_time = mesh.shape.get("context", 1) > 1
 
   def constrain_cache(tree: Any) -> Any:
     """Constrains the keys and values of a cache or of a window to their shardings."""
@@ -63,6 +71,22 @@ def cached_on_mesh(
     hidden, window = policy.step(prepared, window, tokens, i)
     return hidden, constrain_cache(window)
 
+  def prepare(params: Params) -> Params:
+    prepared = policy.prepare(params)
+    if not weights_in_place(mesh):
+      return prepared
+    return jax.lax.with_sharding_constraint(prepared, shardings_for(prepared, mesh, ENGINE_RULES))
+
+  def logits(x: jax.Array) -> jax.Array:
+    if not weights_in_place(mesh):
+      return x
+    # Without the first constraint, the compiler would gather the output head. The second is one all-to-all.
+    head = spec_for(("lm_head", "kernel"), (1, x.shape[-1]), mesh, ENGINE_RULES)[1]
+    rows = axes_for(mesh, x.shape[0], *ROWS, "tensor") or axes_in_use(mesh, *ROWS)
+    for spec in (PartitionSpec(axes_in_use(mesh, "data") or None, head), PartitionSpec(rows or None)):
+      x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return x
+
   def merge(cache: Cache, window: Window, count: jax.Array) -> Cache:
     return constrain_cache(policy.merge(cache, window, count))
 
@@ -70,18 +94,23 @@ def cached_on_mesh(
   return CachedPolicy(
     init_cache=init_cache,
     extend=on_mesh(extend, mesh),
-    prepare=policy.prepare,
+    prepare=prepare,
     window=window,
     step=on_mesh(step, mesh),
     lm_head=policy.lm_head,
     merge=merge,
     placement=SlotPlacement(
-      NamedSharding(mesh, slots), replicated(mesh), dispatching, math.prod(mesh.shape[axis] for axis in ROWS)
+      NamedSharding(mesh, slots),
+      replicated(mesh),
+      dispatching,
+      logits,
+      row_multiple=math.prod(mesh.shape.get(axis, 1) for axis in ROWS),
     ),
   )
 
 
 def _time(cache: Cache) -> int:
-  """Number of positions in a slot's cache: the last dimension of its keys, `[S, K, Dh, max_len]`."""
-  path_and_leaf = jax.tree_util.tree_flatten_with_path(cache)[0]
-  return int(next(leaf.shape[-1] for path, leaf in path_and_leaf if path[-1].key == "key"))
+  """Number of positions in a slot's cache: the dimension that the rule of its first array splits over `context`."""
+  path, leaf = jax.tree_util.tree_flatten_with_path(cache)[0][0]
+  rule = next(rule for rule in CACHE_RULES if matches(rule.pattern, path_components(path)))
+  return int(leaf.shape[rule.dims.index("context")])

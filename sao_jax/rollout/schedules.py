@@ -8,6 +8,7 @@ sync     lagged with a lag of 0: generate a batch, then train on it; on-policy
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from sao_jax.types import Params, Trajectory
 _POLL_S = 0.5
 _STOP_S = 10.0
 """Seconds that the engine's thread gets to stop. After a signal the whole run must end within 30 s."""
+_FIRST_EVALUATION_EPISODE = 2**30
+"""Episodes of evaluations in a running engine have numbers that no training episode has."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +46,17 @@ class RolloutSchedule(Protocol):
 
   def next_batch(self, version: int) -> list[Trajectory]:
     """Returns the trajectories of the next learner step, for a learner at policy version `version`."""
+    ...
+
+  def evaluate(self, requests: Sequence[EpisodeRequest], *, seed: int) -> list[Trajectory]:
+    """Runs episodes with the newest published weights and returns their trajectories; failed ones are missing.
+
+    Training batches stay as they would be without it, apart from the order of completion in asynchronous schedules.
+
+    Args:
+      requests: numbered from 0.
+      seed: of their sampling noise; ignored by schedules whose engine is running, which has its own.
+    """
     ...
 
   def counters(self) -> dict[str, int]:
@@ -116,6 +130,10 @@ class LaggedSchedule:
       batch += self._complete_groups(done)
     return sorted(batch, key=lambda x: x.episode_id)
 
+  def evaluate(self, requests: Sequence[EpisodeRequest], *, seed: int) -> list[Trajectory]:
+    newest = self._weights.newest()
+    return list(self._engine.generate(lambda _: newest, requests, seed=seed))
+
   def counters(self) -> dict[str, int]:
     return {"queue_size": 0, "dropped_stale": 0, "dropped_incomplete_group": self._dropped_incomplete_group}
 
@@ -178,6 +196,7 @@ class AsyncSchedule:
     """The learner's version when it took its last batch, and that batch."""
     self._started = False
     self._starting = threading.Lock()
+    self._evaluation: _Evaluation | None = None
     self._thread = EngineThread(
       engine, weights=weights, next_request=self._next_request, emit=self._emit, on_failure=self._fail
     )
@@ -196,6 +215,23 @@ class AsyncSchedule:
       if batch := self._queue.get_batch(version, timeout=_POLL_S):
         self._last_batch = version, batch
         return batch
+
+  def evaluate(self, requests: Sequence[EpisodeRequest], *, seed: int) -> list[Trajectory]:
+    """See `RolloutSchedule.evaluate`. The engine keeps running: these episodes take the next free slots.
+
+    The caller publishes no weights meanwhile, so that all their tokens are of the newest version. Training episodes
+    that were running go on, and the queue takes them.
+    """
+    del seed
+    self.start()
+    evaluation = self._evaluation = _Evaluation(requests, self._weights.latest()[1])
+    try:
+      while not evaluation.ended.wait(_POLL_S):
+        self._thread.check()
+        self._on_wait()
+    finally:
+      self._evaluation = None
+    return sorted(evaluation.done, key=lambda x: x.episode_id)
 
   def counters(self) -> dict[str, int]:
     counts = self._queue.counters
@@ -229,6 +265,8 @@ class AsyncSchedule:
       self._queue.close()
 
   def _next_request(self) -> EpisodeRequest | None:
+    if (evaluation := self._evaluation) is not None and evaluation.waiting:
+      return evaluation.next()
     if self._queue.admission(self._weights.latest()[1]) == 0:
       return None
     with self._starting:
@@ -237,8 +275,59 @@ class AsyncSchedule:
     return request
 
   def _emit(self, trajectory: Trajectory) -> None:
+    if trajectory.episode_id >= _FIRST_EVALUATION_EPISODE:
+      if (evaluation := self._evaluation) is not None:  # otherwise a signal has ended it
+        evaluation.add(trajectory)
+      return
     if not self._thread.stopping.is_set():  # otherwise the queue may be closed already
       self._queue.put(trajectory)
 
   def _fail(self, request: EpisodeRequest) -> None:
-    self._queue.fail(request)
+    if request.episode_id < _FIRST_EVALUATION_EPISODE:
+      self._queue.fail(request)
+    elif (evaluation := self._evaluation) is not None:
+      evaluation.fail()
+
+
+class _Evaluation:
+  """Episodes of an evaluation in a running engine. The engine's thread takes and returns them.
+
+  Args:
+    requests: numbered from 0.
+    version: of the newest weights. An episode with a token of an older version is run again.
+  """
+
+  def __init__(self, requests: Sequence[EpisodeRequest], version: int):
+    first = _FIRST_EVALUATION_EPISODE
+    self.waiting = collections.deque(
+      dataclasses.replace(x, episode_id=first + x.episode_id, group_id=first + x.group_id) for x in requests
+    )
+    self.done: list[Trajectory] = []
+    self.ended = threading.Event()
+    self._by_id = {x.episode_id: x for x in self.waiting}
+    self._version = version
+    self._failed = 0
+    self._asked = False
+    self._check()
+
+  def next(self) -> EpisodeRequest | None:
+    """Returns the next episode. The first call returns None, so that the engine reads the newest weights before it."""
+    if not self._asked:
+      self._asked = True
+      return None
+    return self.waiting.popleft()
+
+  def add(self, trajectory: Trajectory) -> None:
+    if trajectory.oldest_version < self._version:  # an engine in another process took the weights after the episode
+      self.waiting.append(self._by_id[trajectory.episode_id])
+      return
+    self.done.append(trajectory)
+    self._check()
+
+  def fail(self) -> None:
+    self._failed += 1
+    self._check()
+
+  def _check(self) -> None:
+    if len(self.done) + self._failed == len(self._by_id):
+      self.ended.set()

@@ -135,6 +135,10 @@ class WeightHistory:
     """Returns `(params, version)` of the version that is `switches` after the oldest one kept, at most the newest."""
     return self._versions[min(switches, len(self._versions) - 1)]
 
+  def newest(self) -> tuple[Params, int]:
+    """Returns the newest `(params, version)`."""
+    return self._versions[-1]
+
   def older(self) -> list[tuple[Params, int]]:
     """Returns the `lag` versions before the newest. The oldest one is repeated while there are fewer."""
     versions = list(self._versions)

@@ -24,6 +24,36 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
   Raises:
     ValueError: the vocabulary or split is not supported, or there is no chat template; the message names it.
   """
+  serialized, variables, source = _read(path)
+  stop = variables["eos_token"]
+  try:
+    tokenizer = HFTokenizer(serialized, stop_tokens=[stop])
+    template = ChatTemplate(source, stop_tokens=[stop], control_tokens=tokenizer.control_tokens, variables=variables)
+  except ValueError as error:
+    raise ValueError(f"{os.fspath(path)}: {error}") from error
+  return tokenizer, template
+
+
+def hf_files(path: str | os.PathLike[str]) -> dict[str, str]:
+  """Returns the tokenizer and chat templates of a GGUF file as the files of a Hugging Face directory, by name.
+
+  Raises:
+    ValueError: see `load_gguf_tokenizer`.
+  """
+  serialized, variables, source = _read(path)
+  settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **variables}
+  found = {
+    "tokenizer.json": serialized,
+    "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+    "chat_template.jinja": source["default"],
+  }
+  if "tool_use" in source:
+    found["additional_chat_templates/tool_use.jinja"] = source["tool_use"]
+  return found
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[str, dict[str, str], dict[str, str]]:
+  """Returns the text of a `tokenizer.json`, the template's special tokens, and the templates by name."""
   fields = untrusted_files.open_gguf(path).fields
 
   def get(name: str, kind: type[Any] = str, of: type[Any] | None = None) -> Any:
@@ -55,17 +85,13 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> tuple[HFTokenizer, Chat
       raise ValueError(f"{os.fspath(path)}: {name} must be in [0, {len(tokens)}); received {number}.")
     return str(tokens[number])
 
-  stop = token("tokenizer.ggml.eos_token_id")
-  variables = {"eos_token": stop, "bos_token": token("tokenizer.ggml.bos_token_id")}
+  variables = {
+    "eos_token": token("tokenizer.ggml.eos_token_id"), "bos_token": token("tokenizer.ggml.bos_token_id")
+  }  # fmt: skip
   source = {"default": get("tokenizer.chat_template")}
   if "tokenizer.chat_template.tool_use" in fields:
     source["tool_use"] = get("tokenizer.chat_template.tool_use")
-  try:
-    tokenizer = HFTokenizer(_serialize(tokens, merges, kinds, split), stop_tokens=[stop])
-    template = ChatTemplate(source, stop_tokens=[stop], control_tokens=tokenizer.control_tokens, variables=variables)
-  except ValueError as error:
-    raise ValueError(f"{os.fspath(path)}: {error}") from error
-  return tokenizer, template
+  return _serialize(tokens, merges, kinds, split), variables, source
 
 
 def _serialize(tokens: list[str], merges: list[str], types: list[int], split: str) -> str:

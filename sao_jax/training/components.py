@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -23,14 +24,18 @@ from sao_jax.learner import (
   make_update_step,
   pack_batch,
 )
+from sao_jax.learner.scoring import make_scorer
 from sao_jax.parallel.mesh import MeshConfig
+from sao_jax.parallel.step import on_mesh
 from sao_jax.rollout.engine.engine import Engine, RolloutEngine
+from sao_jax.rollout.engine_group import EngineGroup
 from sao_jax.rollout.ray.cluster import EngineCluster
 from sao_jax.rollout.requests import RequestStream
 from sao_jax.rollout.schedules import AsyncSchedule, LaggedSchedule, RolloutSchedule
 from sao_jax.rollout.trajectory_queue import TrajectoryQueue
 from sao_jax.rollout.weight_sync import WeightHistory, WeightStore, WeightSync
-from sao_jax.training.config import RunConfig
+from sao_jax.training import memory, pretrained
+from sao_jax.training.config import RunConfig, max_logprob_error
 from sao_jax.training.evaluation import BothSplits
 from sao_jax.training.multi_process import MultiProcessRollouts, MultiProcessSchedule, check_processes
 from sao_jax.training.placement import Placement
@@ -45,12 +50,21 @@ class Components:
     config: the run.
     domain: the task; closed with this object.
     make_domain: makes the task again in the processes of `config.cluster`, if it has engines; must be picklable.
+    learning: False if there is only sampling, which needs less memory, and no start.
 
   Raises:
-    ValueError: the config does not fit the domain, the devices or the number of processes.
+    ValueError: the config does not fit the domain, the checkpoint, the devices and their memory, or the number of
+      processes.
   """
 
-  def __init__(self, config: RunConfig, domain: Domain, *, make_domain: Callable[[], Domain] | None = None):
+  def __init__(
+    self,
+    config: RunConfig,
+    domain: Domain,
+    *,
+    make_domain: Callable[[], Domain] | None = None,
+    learning: bool = True,
+  ):
     if domain.tokenizer.vocab_size > config.policy.vocab_size:
       raise ValueError(
         f"policy.vocab_size must be at least the tokenizer's {domain.tokenizer.vocab_size}; "
@@ -61,12 +75,16 @@ class Components:
       raise ValueError("cluster.num_engines > 0 needs make_domain: each engine makes its own domain; received None.")
     self.config = config
     self.domain = domain
+    self.prompts: list[str] = []
+    """Texts that `rollouts` can be asked to continue: task `num_train_tasks + num_eval_tasks + i`."""
     self._make_domain = make_domain
     self._cluster: EngineCluster | None = None
     self.placement = Placement(config)
-    if self.placement.mesh.size > 1:
-      # Raises for sizes that the mesh cannot split, before any work.
-      self.placement.shapes(functools.partial(models.init_policy, config.policy), self.key("policy"))
+    # Raises for sizes that the meshes cannot split, before any work.
+    self.placement.check_model(functools.partial(models.init_policy, config.policy), self.key("policy"))
+    if learning and config.policy_checkpoint is not None:
+      pretrained.check(config.policy_checkpoint, config.policy)
+    memory.check(config, self.placement.mesh, self.placement.engine_meshes[0], learning=learning)
     self.policy_apply: PolicyApply = self.placement.constrain(models.policy_apply(config.policy))
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
@@ -75,9 +93,9 @@ class Components:
     self.baselines = make_baselines(config.learner)
     self.engine: RolloutEngine
     if config.remote.url is None:
-      self.engine = _embedded_engine(config, domain, self.placement)
+      self.engine = _embedded_engines(config, domain, self.placement, self.prompts)
     else:
-      self.engine = _remote_engine(config, domain)
+      self.engine = _remote_engine(config, domain, self.placement, self.prompts)
     self.rollouts = MultiProcessRollouts(self.engine, self.placement)
     # Synchronous schedules split each batch over the processes; asynchronous engines run independently.
     part = (jax.process_index(), jax.process_count()) if config.schedule == "async" else (0, 1)
@@ -89,23 +107,12 @@ class Components:
     """Returns the initial parameters of the policy: from `policy_checkpoint`, or fresh ones.
 
     Raises:
-      ValueError: the checkpoint is of another model than the config's `policy`.
+      ValueError: a tensor of the checkpoint is missing or not supported.
     """
-    wanted = self.config.policy
-    if self.config.policy_checkpoint is None:
+    wanted, path = self.config.policy, self.config.policy_checkpoint
+    if path is None:
       return self.placement.make(functools.partial(models.init_policy, wanted), self.key("policy"))
-    path = pathlib.Path(self.config.policy_checkpoint)
-    if path.suffix == ".gguf":
-      loaded, params = models.load_gguf(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype)
-      params = self.placement.put(params)
-    else:
-      place = self.placement.parameter
-      loaded, params = models.load_hf(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype, sharding=place)
-    # The checkpoint defines the model; these fields only choose how it is computed.
-    how = {name: getattr(wanted, name) for name in ("remat", "moe_impl", "attention_impl", "init_std")}
-    if dataclasses.replace(loaded, **how) != wanted:
-      raise ValueError(f"policy must be that of policy_checkpoint, {loaded}; received {wanted}.")
-    return params
+    return pretrained.load(path, wanted, self.placement)
 
   def init_critic(self, policy: Params) -> Params | None:
     """Returns a value model with the policy's trunk and a zero head; None for algorithms without a critic."""
@@ -222,24 +229,54 @@ def engine_with_domain(config: RunConfig, make_domain: Callable[[], Domain]) -> 
     yield engine
 
 
-def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement) -> Engine:
+def _embedded_engines(
+  config: RunConfig, domain: Domain, placement: Placement, prompts: Sequence[str] = ()
+) -> RolloutEngine:
+  if config.rollout_mesh.placement == "colocated":
+    return _embedded_engine(config, domain, placement, prompts)
+  engines, devices = [], [mesh.devices.flat[0] for mesh in placement.engine_meshes]
+  for index, device in enumerate(devices):
+    with jax.default_device(device):
+      engines.append(_embedded_engine(config, domain, placement, prompts, index))
+  return EngineGroup(engines, devices)
+
+
+def _embedded_engine(
+  config: RunConfig, domain: Domain, placement: Placement, prompts: Sequence[str] = (), index: int = 0
+) -> Engine:
   return Engine(
-    model=placement.cached_policy(models.cached_policy(config.policy)),
-    make_env=functools.partial(BothSplits, domain),
+    model=placement.cached_policy(models.cached_policy(config.policy), index),
+    make_env=functools.partial(BothSplits, domain, prompts),
     tokenizer=domain.tokenizer,
     config=config.engine,
     seed=config.seed,
   )
 
 
-def _remote_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
+def _remote_engine(config: RunConfig, domain: Domain, placement: Placement, prompts: Sequence[str]) -> RolloutEngine:
   with require_extra("serve"):
     from sao_jax.rollout.remote.engine import RemoteEngine
+    from sao_jax.rollout.remote.weight_check import WeightCheck
 
+  def save(params: Params, folder: pathlib.Path) -> None:
+    as_sent = models.untied if config.remote.untie_embeddings else lambda *unchanged: unchanged
+    models.save_hf(folder, *as_sent(config.policy, params))
+
+  policy, learner = models.policy_apply(config.policy), config.learner
+  scorer = make_scorer(policy, temperature=learner.temperature, chunk_size=learner.logprob_chunk_size)
+  compiled = jax.jit(on_mesh(scorer, placement.engine_meshes[0]))
+
+  def score(params: Params, tokens: np.ndarray) -> np.ndarray:
+    with placement.dispatching():
+      logp = compiled(params, tokens)
+    return np.asarray(logp)
+
+  bound = max_logprob_error(config)
   return RemoteEngine(
     remote=config.remote,
-    save_weights=lambda params, folder: models.save_hf(folder, config.policy, params),
-    make_env=functools.partial(BothSplits, domain),
+    save_weights=save,
+    check=WeightCheck(score=score, max_error=bound, max_len=config.engine.max_len) if bound < math.inf else None,
+    make_env=functools.partial(BothSplits, domain, prompts),
     tokenizer=domain.tokenizer,
     config=config.engine,
     seed=config.seed,

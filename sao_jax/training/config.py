@@ -6,14 +6,15 @@ Each package owns the config of its component. This module composes them and che
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, get_args
 
 from sao_jax.learner import algorithms
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
 from sao_jax.models.config import ModelConfig
-from sao_jax.parallel.mesh import MeshConfig
-from sao_jax.rollout.engine.config import EngineConfig
+from sao_jax.parallel.mesh import MeshConfig, RolloutMeshConfig
+from sao_jax.rollout.engine.config import REMOVED_FIELDS, EngineConfig
 from sao_jax.rollout.ray.config import ClusterConfig
 from sao_jax.rollout.remote.config import RemoteConfig
 
@@ -68,14 +69,21 @@ class WarmStartConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig:
   """Stage 2: value pretraining. The value model starts as a copy of the policy with a zero head and is fitted to
-  trajectories of the initial policy."""
+  trajectories of the initial policy.
+
+  The fit does not depend on how the algorithm trains its critic during RL, so all algorithms with a critic start from
+  the same one."""
 
   pretraining_trajectories: int = 0
   """Number of trajectories of the initial policy. 0 starts RL with an untrained critic (ablation). Algorithms without a
-  critic ignore it."""
+  critic ignore it. One in eight, and at most a batch, is held out to measure the explained variance that the fit
+  reaches."""
   pretraining_epochs: int = 4
   """Passes over these trajectories, in batches of the run's `batch_size`."""
   pretraining_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)
+  pretraining_frozen: tuple[str, ...] = ()
+  """Parameters that value pretraining leaves as they are, in the form of `learner.frozen_critic`; () trains all. The
+  paper freezes attention during RL and says nothing of pretraining."""
 
   def __post_init__(self) -> None:
     count = self.pretraining_trajectories
@@ -135,12 +143,23 @@ class RunConfig:
   not finite; 0: never. The batches are kept in `bad_batches/`. The limit also applies to the stages before RL. Value
   pretraining keeps its batches in `stages/value_pretraining/bad_batches/`; the warm start checks every `log_every`
   updates."""
+  max_logprob_error: float | None = None
+  """The run stops when the engine's log-probs differ by more than this from the learner's with the same weights: mean
+  absolute difference in nats. None: 0.005 for a float32 policy, 0.1 for bfloat16, and 0.25 where an engine may keep
+  keys and values of older weights (asynchronous, without `engine.recompute_cache_on_update`); 0: never. Each learner
+  step compares the tokens that were sampled at its own version, if there are any. A server (`remote`) is checked after
+  every update of its weights."""
   eval_episodes: int = 512
-  """Number of held-out episodes before and after RL: pass@1 at the engine's temperature."""
+  """Number of held-out episodes of an evaluation: pass@1 at the engine's temperature."""
+  eval_every_steps: int = 0
+  """Learner steps between evaluations during RL, besides those before and after it; 0: none. The learner waits for an
+  evaluation. In `async` runs its episodes take the next free slots of the running engine, before new training episodes,
+  while training episodes that have started go on."""
 
   policy: ModelConfig
   policy_checkpoint: str | None = None
-  """Hugging Face directory or GGUF file to start from; None: fresh parameters."""
+  """What to start from: a Hugging Face directory, a GGUF file, or the workdir of another run (or
+  `WORKDIR/checkpoints/STEP`), whose policy it takes. None: fresh parameters."""
   critic: CriticConfig = CriticConfig()
   warm_start: WarmStartConfig = WarmStartConfig()
   learner: LearnerConfig
@@ -151,22 +170,32 @@ class RunConfig:
   """`async` only: several engines in Ray workers, on this machine or others, each on one device."""
   env: EnvConfig = EnvConfig()
   mesh: MeshConfig = MeshConfig(data=1)
-  """Devices of learner and engine, see `placement.Placement`. data=1 is one device; an axis of -1 takes all remaining
-  ones. `learner.rows_per_microbatch` and `engine.num_slots` must be multiples of data x fsdp x expert, and
-  `learner.row_length` and `engine.max_len` multiples of context. Unfilled rows of a batch are padding."""
+  """Devices of the learner, see `placement.Placement`. data=1 is one device; an axis of -1 takes all remaining ones.
+  `learner.rows_per_microbatch` must be a multiple of data x fsdp x expert, and `learner.row_length` of context.
+  Unfilled rows of a batch are padding."""
+  rollout_mesh: RolloutMeshConfig = RolloutMeshConfig()
+  """Devices of the embedded engines; by default those of the learner. `engine.num_slots` counts the slots of one
+  engine, and must be a multiple of data x fsdp x expert of its mesh, and `engine.max_len` of context."""
   checkpoint: CheckpointConfig = CheckpointConfig()
+  may_change: tuple[str, ...] = ()
+  """Further fields that a resumed run may change, out of `MAY_CHANGE`: a learning rate, for example. The change is
+  reported, and recorded in `changes.jsonl`."""
 
   def __post_init__(self) -> None:
     known = algorithms.ALGORITHMS
     _require(self.algorithm in known, "algorithm", self.algorithm, f"one of {', '.join(known)}")
     _require(self.schedule in get_args(Schedule), "schedule", self.schedule, f"one of {', '.join(get_args(Schedule))}")
     _require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
-    for name in ("num_steps", "lag", "max_staleness", "max_skipped_in_a_row", "eval_episodes"):
+    for name in ("num_steps", "lag", "max_staleness", "max_skipped_in_a_row", "eval_episodes", "eval_every_steps"):
       _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+    error = self.max_logprob_error
+    _require(error is None or error >= 0, "max_logprob_error", error, ">= 0 or None")
     for name in ("batch_size", "group_size"):
       _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
     divides = self.batch_size % self.group_size == 0
     _require(divides, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
+    for name in self.may_change:
+      _require(name in MAY_CHANGE, "may_change", name, f"out of {', '.join(sorted(MAY_CHANGE))}")
     self._apply_algorithm()
     self._check_schedule()
     _require(
@@ -219,16 +248,33 @@ class RunConfig:
     engines = self.cluster.num_engines
     _require(engines == 0 or self.schedule == "async", "cluster.num_engines", engines, "0 unless async")
     _require(engines == 0 or self.remote.url is None, "cluster.num_engines", engines, "0 with a remote.url")
+    placed = self.rollout_mesh
+    with_others = "RolloutMeshConfig() with cluster.num_engines or a remote.url: it places embedded engines"
+    _require(self.has_embedded_engines or placed.follows_learner, "rollout_mesh", placed, with_others)
     capacity = self.queue_capacity
     enough = capacity is None or capacity >= self.batch_size
     _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
 
+  @property
+  def has_embedded_engines(self) -> bool:
+    """Whether rollouts are generated in this process, not by Ray workers or a server."""
+    return self.remote.url is None and self.cluster.num_engines == 0
+
 
 MAY_DIFFER = frozenset({
-  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "remote", "cluster",
-  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share",
+  "num_steps", "max_skipped_in_a_row", "eval_episodes", "eval_every_steps", "checkpoint", "mesh", "rollout_mesh",
+  "remote", "cluster", "max_logprob_error",
+  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share", "may_change",
+  *(f"engine.{name}" for name in ("page_size", "cache_tokens", "token_budget", *REMOVED_FIELDS)),
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
+
+MAY_CHANGE = frozenset({
+  *(f"learner.{which}_optimizer.{field}" for which in ("policy", "critic")
+    for field in ("learning_rate", "warmup_steps", "decay_steps", "weight_decay", "max_grad_norm")),
+  "learner.eps_low", "learner.eps_high", "learner.alpha", "learner.critic_updates", "max_staleness", "queue_capacity",
+})  # fmt: skip
+"""Fields that change the method, and that a resumed run may change if `RunConfig.may_change` names them."""
 
 
 class Comparison(TypedDict):
@@ -243,7 +289,7 @@ def comparison(config: RunConfig) -> Comparison:
 
   The record of an older release lacks fields that were added since. If they have their defaults, the run is the same.
   """
-  return {"may_differ": MAY_DIFFER, "may_be_missing": _at_default(config)}
+  return {"may_differ": MAY_DIFFER | set(config.may_change), "may_be_missing": _at_default(config)}
 
 
 def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
@@ -260,9 +306,28 @@ def _at_default(config: Any, prefix: str = "") -> frozenset[str]:
   return frozenset(names)
 
 
+def max_logprob_error(config: RunConfig) -> float:
+  """Returns `max_logprob_error`, or its default for the policy's dtype; infinity if the check is off."""
+  if config.max_logprob_error is None:
+    updated_midway = config.schedule == "async" or config.lag_switch_chunks is not None
+    if updated_midway and config.remote.url is None and not config.engine.recompute_cache_on_update:
+      return 0.25
+    return 0.005 if config.policy.dtype == "float32" else 0.1
+  return config.max_logprob_error or math.inf
+
+
 def pretraining_learner(config: RunConfig) -> LearnerConfig:
-  """Returns the learner's settings for value pretraining, with the stage's optimizer for the critic."""
-  return dataclasses.replace(config.learner, critic_optimizer=config.critic.pretraining_optimizer)
+  """Returns the learner's settings for value pretraining.
+
+  The critic's optimizer and frozen parameters are the stage's, and it is fitted on all action tokens, also where RL
+  fits the last one of each turn only.
+  """
+  return dataclasses.replace(
+    config.learner,
+    critic_optimizer=config.critic.pretraining_optimizer,
+    frozen_critic=config.critic.pretraining_frozen,
+    advantage="gae",
+  )
 
 
 def to_json(config: Any) -> Any:

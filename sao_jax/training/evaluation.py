@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class Evaluation:
   """Share of successful episodes, in [0, 1]."""
   n: int
   low: float
-  """Lower end of the 95 % Wilson interval of the success rate."""
+  """Lower end of the 95 % interval of the success rate: Wilson's, or over problems if problems repeat."""
   high: float
   """Upper end of this interval."""
   turns_mean: float
@@ -37,16 +37,27 @@ class Evaluation:
 
 
 class BothSplits(Environment):
-  """Environment over both splits, so that one engine serves both: task `num_train_tasks + i` is held-out task i."""
+  """Environment over both splits, so that one engine serves both: task `num_train_tasks + i` is held-out task i.
 
-  def __init__(self, domain: Domain):
+  Args:
+    domain: the task.
+    prompts: further tasks after the held-out ones, with one action each and without a reward. The list may change
+      between episodes.
+  """
+
+  def __init__(self, domain: Domain, prompts: Sequence[str] = ()):
     self._domain = domain
+    self._prompts = prompts
     self._train = domain.make_env("train")
     self._eval: Environment | None = None
     self._current = self._train
+    self._prompted = False
 
   def reset(self, task_index: int) -> str:
     held_out = task_index - self._domain.num_train_tasks
+    self._prompted = held_out >= self._domain.num_eval_tasks
+    if self._prompted:
+      return self._prompts[held_out - self._domain.num_eval_tasks]
     if held_out < 0:
       self._current = self._train
       return self._train.reset(task_index)
@@ -56,7 +67,7 @@ class BothSplits(Environment):
     return self._eval.reset(held_out)
 
   def step(self, action: str) -> Step:
-    return self._current.step(action)
+    return Step(done=True) if self._prompted else self._current.step(action)
 
   def close(self) -> None:
     self._train.close()
@@ -79,17 +90,37 @@ def evaluate(
   Raises:
     ValueError: `num_episodes` is below 1.
   """
+  requests = held_out_requests(domain, num_episodes)
+  return result_of(engine.generate(lambda _: (params, version), requests, seed=EVALUATION_SEED), domain, num_episodes)
+
+
+def held_out_requests(domain: Domain, num_episodes: int) -> list[EpisodeRequest]:
+  """Requests for episodes 0, 1, ... on the first held-out tasks; if there are fewer, they repeat.
+
+  Raises:
+    ValueError: `num_episodes` is below 1.
+  """
   if num_episodes < 1:
     raise ValueError(f"num_episodes must be >= 1; received {num_episodes}.")
-  requests = [
+  return [
     EpisodeRequest(task_index=domain.num_train_tasks + i % domain.num_eval_tasks, episode_id=i, group_id=i)
     for i in range(num_episodes)
   ]
-  done = tuple(engine.generate(lambda _: (params, version), requests, seed=EVALUATION_SEED))
-  successes = sum(x.success for x in done)
-  low, high = wilson_interval(successes, num_episodes)
+
+
+def result_of(trajectories: Iterable[Trajectory], domain: Domain, num_episodes: int) -> Evaluation:
+  """Result of the episodes of `held_out_requests`, from the trajectories of those that did not fail."""
+  done = tuple(trajectories)
+  solved = np.zeros(min(num_episodes, domain.num_eval_tasks))
+  for x in done:
+    solved[x.task_index - domain.num_train_tasks] += x.success
+  if num_episodes > domain.num_eval_tasks:
+    attempts = np.bincount(np.arange(num_episodes) % domain.num_eval_tasks)
+    low, high = interval_over_problems(solved / attempts, attempts)
+  else:
+    low, high = wilson_interval(solved.sum(), num_episodes)
   return Evaluation(
-    success_rate=successes / num_episodes,
+    success_rate=float(solved.sum() / num_episodes),
     n=num_episodes,
     low=low,
     high=high,
@@ -179,7 +210,7 @@ def evaluate_runs(
   )
 
 
-def interval_over_problems(rates: np.ndarray) -> tuple[float, float]:
+def interval_over_problems(rates: np.ndarray, attempts: np.ndarray | None = None) -> tuple[float, float]:
   """Computes the 95 % interval of a mean success rate: a bootstrap over problems, or Wilson's if all rates are equal.
 
   The bootstrap draws all attempts at a problem together, since they say nothing about other problems. If all problems
@@ -188,6 +219,7 @@ def interval_over_problems(rates: np.ndarray) -> tuple[float, float]:
 
   Args:
     rates: `[problems]` float, share of successful attempts per problem, in [0, 1].
+    attempts: `[problems]` int, number of attempts per problem; None: the same for all.
 
   >>> low, high = interval_over_problems(np.zeros(30))
   >>> low, round(high, 3)
@@ -195,4 +227,8 @@ def interval_over_problems(rates: np.ndarray) -> tuple[float, float]:
   """
   if rates.size and (rates == rates[0]).all():
     return wilson_interval(float(rates.sum()), rates.size)
-  return bootstrap_interval(rates)
+  if attempts is None:
+    return bootstrap_interval(rates)
+  # The mean over attempts is a ratio of sums over problems; its linear terms have that mean. Exact for equal attempts.
+  mean = float(np.average(rates, weights=attempts))
+  return bootstrap_interval(mean + attempts / attempts.mean() * (rates - mean))

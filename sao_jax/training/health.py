@@ -1,4 +1,4 @@
-"""Health checks of learning: counts of skipped updates, whose batches are kept, and warnings of a diverging critic."""
+"""Health checks of learning: skipped updates, whose batches are kept, the engine's log-probs, a diverging critic."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sao_jax.learner import LearnerState, make_diagnosis
 from sao_jax.learner.diagnosis import Diagnosis
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.training.components import Components
+from sao_jax.training.config import max_logprob_error
 from sao_jax.types import Trajectory
 
 _WINDOW = 8
@@ -23,6 +24,11 @@ _WINDOW = 8
 _DIVERGED = 4.0
 """The critic diverges if its mean squared error exceeds this multiple of the largest mean squared return. A constant
 value of 0 would then be at least four times better."""
+_LOGPROB_TOKENS = 32
+"""Number of tokens from which a step's `logprob_error` counts."""
+_LOGPROB_STEPS = 2
+"""Number of steps in a row that must exceed the bound. A single one may be due to a prompt whose keys and values are
+those of older weights (`engine.recompute_cache_on_update`)."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +47,10 @@ class HealthCheck:
   the last `_WINDOW` steps, divided by the largest mean squared return of any such window so far. Near 1, the critic is
   no better than a constant 0. Above 4 it diverges, which is logged once until the ratio falls below 2.
 
+  `check` also stops the run if the engine's log-probs differ from the learner's although both had the same weights, by
+  more than `RunConfig.max_logprob_error` in two such steps in a row. The engine then samples with other weights, in
+  another dtype or at another temperature, and what is learned is wrong.
+
   Args:
     parts: components of the run.
     workdir: folder for bad batches.
@@ -57,6 +67,8 @@ class HealthCheck:
     self._squares = collections.deque[float](maxlen=_WINDOW)
     self._scale = 0.0
     self._diverged = False
+    self._disagreeing: list[float] = []
+    """`logprob_error` of the last steps, as far as they exceeded the bound."""
 
   def record(
     self, step: int, state: LearnerState, trajectories: Sequence[Trajectory], report: Mapping[str, Any]
@@ -79,18 +91,30 @@ class HealthCheck:
     else:
       self._in_a_row = 0
     self._skipped_before = sum(skipped.values())
+    self._record_agreement(report)
     return {"skipped_in_a_row": self._in_a_row, "critic_error_ratio": self._critic_error(step, report)}
 
   @property
   def must_stop(self) -> bool:
     """Whether `check` will raise."""
+    return self._too_many_skipped or len(self._disagreeing) >= _LOGPROB_STEPS
+
+  @property
+  def _too_many_skipped(self) -> bool:
     limit = self._parts.config.max_skipped_in_a_row
     return bool(limit) and self._in_a_row >= limit
 
   def check(self) -> None:
-    """Raises `RunStoppedError` after too many skipped updates in a row."""
+    """Raises `RunStoppedError` after too many skipped updates in a row, or if the engine's log-probs are wrong."""
     limit = self._parts.config.max_skipped_in_a_row
-    if self.must_stop:
+    if len(self._disagreeing) >= _LOGPROB_STEPS:
+      found = ", ".join(f"{error:.3g}" for error in self._disagreeing)
+      raise RunStoppedError(
+        f"The engine's log-probs differ from the learner's although both had the same weights: by {found} on average "
+        f"in the last learner steps; allowed: {max_logprob_error(self._parts.config):g} (max_logprob_error). The "
+        "engine samples with other weights, in another dtype or at another temperature than the learner scores."
+      )
+    if self._too_many_skipped:
       raise RunStoppedError(
         f"The last {self._in_a_row} learner steps skipped an update because a value was not finite "
         f"(max_skipped_in_a_row = {limit}). {self._last_report} and the reports next to it list the values and "
@@ -138,6 +162,16 @@ class HealthCheck:
       bad_batches.write(self._workdir, step, trajectories, summary)
     message = "Step %d skipped an update: %s not finite in %d of %d trajectories; the batch is kept, see %s"
     _log.warning(message, step, ", ".join(nonfinite), len(bad), len(trajectories), self._last_report)
+
+  def _record_agreement(self, report: Mapping[str, Any]) -> None:
+    """Counts the steps in a row whose `logprob_error` is too large; a step with few tokens of its version is passed."""
+    if float(report.get("logprob_error_tokens", 0.0)) < _LOGPROB_TOKENS:
+      return
+    error = float(report["logprob_error"])
+    if error > max_logprob_error(self._parts.config):
+      self._disagreeing.append(error)
+    else:
+      self._disagreeing.clear()
 
   def _critic_error(self, step: int, report: Mapping[str, Any]) -> float:
     error, square = float(report["value_loss"]), float(report["returns_square_mean"])

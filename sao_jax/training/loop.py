@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,11 @@ from sao_jax.training import config as config_lib
 from sao_jax.training import stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig, Stage
-from sao_jax.training.rl_run import RLRun
+from sao_jax.training.rl_run import RLRun, StepCallback
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Domain
+
+STOPPED = "Stopped by a signal. The same run in the same workdir continues from here."
 
 
 def reinforce(run: RLRun, state: LearnerState) -> LearnerState:
@@ -85,45 +87,74 @@ def train(
     `run_stages`, or a signal came.
 
   Raises:
-    ValueError: the workdir holds a different config, an earlier stage's result is missing, or `num_steps` is below the
-      step of the newest checkpoint.
+    ValueError: the workdir holds a different config, a file of the domain has changed since, an earlier stage's result
+      is missing, or `num_steps` is below the step of the newest checkpoint.
     WorkdirError, CheckpointError: the workdir cannot be written to, or another run holds it.
     RunStoppedError, TooManyFailuresError: the run cannot continue by itself; it is saved up to there.
   """
   workdir = pathlib.Path(workdir).absolute()  # an environment may change the working directory
   console = console or Console(quiet=not is_main_process())
-  _check_tasks(config, domain)
-  with workdir_lib.writing(workdir), contextlib.ExitStack() as stack, StopSignals() as signals:
-    if is_main_process():
-      stack.enter_context(workdir_lib.WorkdirLock(workdir))
-      workdir_lib.write_or_check_config(workdir, config_lib.to_json(config), **config_lib.comparison(config))
+  with StopSignals() as signals:
     try:
-      with signals.interruptible():
-        parts = Components(config, domain, make_domain=make_domain)
-      with parts:
-        signals.share(parts.placement)
-        return _run_stages(parts, workdir, console, signals, run_stages)
+      with opened(config, domain, workdir, console, signals, make_domain) as parts:
+        return recipe(parts, workdir, console, signals, run_stages)[1]
     except Interrupted:
-      console.print("Stopped by a signal. The same run in the same workdir continues from here.")
+      console.print(STOPPED)
       return None
 
 
-def _run_stages(
-  parts: Components, workdir: pathlib.Path, console: Console, signals: StopSignals, run_stages: Sequence[Stage]
-) -> dict[str, Any] | None:
+@contextlib.contextmanager
+def opened(
+  config: RunConfig,
+  domain: Domain,
+  workdir: pathlib.Path,
+  console: Console,
+  signals: StopSignals,
+  make_domain: Callable[[], Domain] | None,
+) -> Iterator[Components]:
+  """Locks and checks the workdir, and makes the components of the run; closes them and the domain at the end."""
+  _check_tasks(config, domain)
+  with workdir_lib.writing(workdir), contextlib.ExitStack() as stack:
+    if is_main_process():
+      stack.enter_context(workdir_lib.WorkdirLock(workdir))
+      _record_config(config, workdir, console)
+      workdir_lib.write_or_check_files(workdir, domain.files)
+    with signals.interruptible():
+      parts = Components(config, domain, make_domain=make_domain)
+    with parts:
+      yield parts
+
+
+def recipe(
+  parts: Components,
+  workdir: pathlib.Path,
+  console: Console,
+  signals: StopSignals,
+  run_stages: Sequence[Stage] = config_lib.STAGES,
+  callbacks: Sequence[StepCallback] = (),
+) -> tuple[LearnerState | None, dict[str, Any] | None]:
+  """Runs the stages; returns the learner's state and the summary, or `(None, None)` if RL is not among them."""
+  signals.share(parts.placement)
   policy = stages.warm_start(parts, workdir, console, signals, run="warm_start" in run_stages)
   if set(run_stages) == {"warm_start"}:
-    return None
+    return None, None
   critic = stages.value_pretraining(parts, policy, workdir, console, signals, run="value_pretraining" in run_stages)
   if "rl" not in run_stages:
-    return None
-  with RLRun(parts, workdir, console, signals) as run:
+    return None, None
+  with RLRun(parts, workdir, console, signals, callbacks) as run:
     state = run.restore_or_init(policy, critic)
     del policy, critic  # the learner's state owns copies
     run.evaluate(state, step=0)
     state = reinforce(run, state)
     run.evaluate(state, step=parts.config.num_steps)
-    return run.summary(stages.stage_seconds(parts, workdir))
+    return state, run.summary(stages.stage_facts(parts, workdir))
+
+
+def _record_config(config: RunConfig, workdir: pathlib.Path, console: Console) -> None:
+  """Writes `config.json`, or checks the one that is there and reports what `may_change` let change."""
+  record, compared = config_lib.to_json(config), config_lib.comparison(config)
+  for line in workdir_lib.write_or_check_config(workdir, record, **compared, reported=config.may_change):
+    console.print(f"changed     {line}")
 
 
 def _check_tasks(config: RunConfig, domain: Domain) -> None:

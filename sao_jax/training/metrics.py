@@ -48,6 +48,17 @@ class StepMetrics:
     """Marks the start of the learner's work, which lasts until the next row."""
     self._learner_began = time.monotonic()
 
+  def evaluated(self, seconds: float, failed: int) -> None:
+    """Leaves an evaluation between two learner steps out of the RL's time, rates and failed episodes.
+
+    Args:
+      seconds: its duration; it has just ended.
+      failed: its failed episodes.
+    """
+    self._began += seconds
+    self._last, self._counts = time.monotonic(), self._read_counters()
+    self._failed_at_start += failed
+
   @property
   def seconds(self) -> float:
     """Seconds of RL so far, including earlier runs in the workdir."""
@@ -87,6 +98,7 @@ class StepMetrics:
       "trajectories": len(trajectories),
       "turns_mean": float(np.mean([x.num_turns for x in trajectories])),
       "tokens_mean": float(np.mean([x.tokens.size for x in trajectories])),
+      "observation_fraction": _observation_fraction(trajectories),
       "truncated_fraction": float(np.mean([x.ended == "truncated" for x in trajectories])),
       "staleness_mean": float(staleness.mean()),
       "staleness_max": int(staleness.max()),
@@ -116,6 +128,12 @@ class StepMetrics:
   def restore(self, state: Mapping[str, Any]) -> None:
     self._seconds_before = float(state["seconds"])
     self._failed_before = int(state["failed_episodes"])
+
+
+def _observation_fraction(trajectories: Sequence[Trajectory]) -> float:
+  """Share of observation tokens among the tokens after the prompts: those that skip-observation GAE skips."""
+  after_prompt = sum(x.tokens.size - int(np.argmax(x.action_mask)) for x in trajectories)
+  return 1.0 - sum(x.num_actions for x in trajectories) / after_prompt
 
 
 class RunLog:

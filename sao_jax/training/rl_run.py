@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -30,6 +30,9 @@ from sao_jax.types import Params, Trajectory
 
 SAMPLES_PER_CHECKPOINT = 4
 """Trajectories written to `trajectories.jsonl` with every checkpoint."""
+StepCallback: TypeAlias = Callable[[int, Mapping[str, Any], Sequence[Trajectory]], None]
+"""`(step, metrics, trajectories)`, called after every learner step with its row of `metrics.jsonl` and its batch. An
+exception ends the run; the step's checkpoint, if one is due, is written before."""
 
 
 class RLRun:
@@ -43,9 +46,18 @@ class RLRun:
     workdir: the run's folder.
     console: where to report.
     signals: ask the run to save and end.
+    callbacks: called after every learner step.
   """
 
-  def __init__(self, parts: Components, workdir: pathlib.Path, console: Console, signals: StopSignals):
+  def __init__(
+    self,
+    parts: Components,
+    workdir: pathlib.Path,
+    console: Console,
+    signals: StopSignals,
+    callbacks: Sequence[StepCallback] = (),
+  ):
+    self._callbacks = callbacks
     self.parts = parts
     self.config = parts.config
     self.schedule, self.weights = parts.make_schedule(on_wait=signals.check_local)
@@ -126,7 +138,7 @@ class RLRun:
   def record(
     self, step: int, state: LearnerState, trajectories: list[Trajectory], metrics: dict[str, Any]
   ) -> None:
-    """Writes the metrics of a learner step, saves a checkpoint when one is due, and checks the run's health.
+    """Writes the metrics of a learner step, evaluates and saves a checkpoint when due, and checks the run's health.
 
     Raises:
       RunStoppedError: too many updates in a row were skipped; the run is saved.
@@ -135,6 +147,9 @@ class RLRun:
     row = self._metrics.row(step, trajectories, {**metrics, **found}, self.schedule)
     self._log.step(step, row)
     self._bar.advance(note=self._metrics.note(row))
+    every = self.config.eval_every_steps
+    if every and step % every == 0 and step < self.config.num_steps:
+      self._evaluate_between(step, state)
     if step % self.config.checkpoint.every_steps == 0 or step == self.config.num_steps:
       self._log.samples(step, trajectories[:SAMPLES_PER_CHECKPOINT])
       self._state.save(step, state, metric=row["success_rate"])
@@ -143,9 +158,14 @@ class RLRun:
     except RunStoppedError:
       self._state.save(step, state)
       raise
+    for callback in self._callbacks:
+      callback(step, row, trajectories)
 
   def evaluate(self, state: LearnerState, step: int) -> None:
-    """Writes the success on held-out tasks after `step` learner steps, unless it is written already."""
+    """Writes the success on held-out tasks after `step` learner steps, unless it is written already.
+
+    Before RL and after it, with the idle engine. `eval_every_steps` asks for more in between.
+    """
     n = self.config.eval_episodes
     if not n or self._log.evaluated(step):
       return
@@ -154,21 +174,43 @@ class RLRun:
       weights = self.parts.placement.for_engine(state.policy)
       result = evaluation.evaluate(self.parts.rollouts, self.parts.domain, weights, num_episodes=n, version=step)
       bar.advance(note=f"success {result.success_rate:.3f}")
+    self._write_evaluation(step, result, time.monotonic() - began)
+
+  def _evaluate_between(self, step: int, state: LearnerState) -> None:
+    """Writes the success on held-out tasks during RL, with the weights published after `step`.
+
+    The learner waits. An asynchronous engine keeps running, and training episodes that have started go on.
+    """
+    n = self.config.eval_episodes
+    if not n or self._log.evaluated(step):
+      return
+    began = time.monotonic()
+    requests = evaluation.held_out_requests(self.parts.domain, n)
+    with self.collecting(step + 1, state):
+      done = self.schedule.evaluate(requests, seed=evaluation.EVALUATION_SEED)
+    result = evaluation.result_of(done, self.parts.domain, n)
+    seconds = time.monotonic() - began
+    self._metrics.evaluated(seconds, result.failed)
+    self._write_evaluation(step, result, seconds)
+    interval = f"(95 % interval {result.low:.3f} to {result.high:.3f})"
+    self._console.print(f"held-out success after {step} steps: {result.success_rate:.3f} {interval}")
+
+  def _write_evaluation(self, step: int, result: evaluation.Evaluation, seconds: float) -> None:
     self._log.evaluation(
       step,
       success_rate=result.success_rate,
-      n=n,
+      n=result.n,
       eval_low=result.low,
       eval_high=result.high,
       eval_turns_mean=result.turns_mean,
-      eval_seconds=time.monotonic() - began,
+      eval_seconds=seconds,
     )
 
-  def summary(self, stage_seconds: dict[str, float]) -> dict[str, Any]:
+  def summary(self, stage_facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The run's summary, which the main process also writes to `summary.json`.
 
     Args:
-      stage_seconds: seconds of the stages before RL.
+      stage_facts: `stages.stage_facts`.
     """
     placement = self.parts.placement
     dropped, failed = self.schedule.counters()["dropped_stale"], self._metrics.failures()
@@ -178,13 +220,15 @@ class RLRun:
     _, evaluations = read_metrics(self._workdir)
     before, after = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     evaluating = sum(row["eval_seconds"] for row in evaluations)
-    seconds = {**stage_seconds, "rl": self._metrics.seconds, "evaluation": evaluating}
+    seconds: dict[str, float] = {stage: facts["seconds"] for stage, facts in stage_facts.items()}
+    seconds |= {"rl": self._metrics.seconds, "evaluation": evaluating}
     summary = {
       "success_before": before.get("eval_success_rate"),
       "success_before_interval": [before.get("eval_low"), before.get("eval_high")],
       "success_after": after.get("eval_success_rate"),
       "success_after_interval": [after.get("eval_low"), after.get("eval_high")],
       "n": self.config.eval_episodes,
+      "pretraining_explained_variance": stage_facts.get("value_pretraining", {}).get("explained_variance"),
       "seconds_total": sum(seconds.values()),
       "seconds_by_stage": seconds,
       "num_steps": self.config.num_steps,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import math
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from sao_jax.learner import (
   SftState,
   init_sft_state,
   init_state,
+  make_critic_evaluation,
   make_critic_step,
   make_sft_step,
   pack_batch,
@@ -37,7 +40,13 @@ from sao_jax.training.demonstrations import DemonstrationBatches
 from sao_jax.training.health import HealthCheck, SkippedUpdates
 from sao_jax.training.initial_trajectories import initial_trajectories
 from sao_jax.training.signals import StopSignals
-from sao_jax.types import Params
+from sao_jax.types import Params, Trajectory
+
+LOW_EXPLAINED_VARIANCE = 0.2
+"""Value pretraining that ends below this is reported by a warning: its advantages are little better than those of one
+baseline for all states."""
+
+_log = logging.getLogger(__name__)
 
 
 class StageRun:
@@ -58,12 +67,14 @@ class StageRun:
     self.folder = workdir / "stages" / name
     self._workdir = workdir
 
-  def result(self, initial: Params, fit: Callable[[], tuple[Params, float]], *, run: bool, size: int) -> Params:
-    """The stage's result: from its checkpoint, or else from `fit`, whose result is saved.
+  def result(
+    self, initial: Params, fit: Callable[[], tuple[Params, dict[str, Any]]], *, run: bool, size: int
+  ) -> tuple[Params, dict[str, Any]]:
+    """The stage's result and facts about it: from its checkpoint, or else from `fit`, whose result is saved.
 
     Args:
       initial: the parameters before the stage.
-      fit: returns the parameters after the stage, and the seconds that it took.
+      fit: returns the parameters after the stage, and JSON values, among them the `seconds` that it took.
       run: False raises ValueError if there is no result yet.
       size: the number that the checkpoint carries.
     """
@@ -72,11 +83,11 @@ class StageRun:
       if restored is None:
         if not run:
           raise ValueError(f"The stage {self.name!r} has no result in {self._workdir} yet. Run it first.")
-        params, seconds = fit()
-        checkpointer.save(size, params, {"seconds": seconds})
+        params, facts = fit()
+        checkpointer.save(size, params, facts)
     if is_main_process():
       workdir_lib.delete(self.folder / "partial")
-    return params if restored is None else restored.state
+    return (params, facts) if restored is None else (restored.state, dict(restored.host))
 
   def partial_checkpointer(self) -> Checkpointer:
     """Checkpoints within the stage, from which a stopped run continues."""
@@ -108,12 +119,13 @@ def warm_start(
   with signals.interruptible():
     policy = parts.init_policy()
 
-  def fit() -> tuple[Params, float]:
+  def fit() -> tuple[Params, dict[str, Any]]:
     console.print(parameter_report(policy, title="policy"))
-    return _imitate(stage, policy) if num_steps else (policy, 0.0)
+    params, seconds = _imitate(stage, policy) if num_steps else (policy, 0.0)
+    return params, {"seconds": seconds}
 
   num_steps = parts.config.warm_start.num_steps
-  return stage.result(policy, fit, run=run, size=num_steps)
+  return stage.result(policy, fit, run=run, size=num_steps)[0]
 
 
 def _imitate(stage: StageRun, policy: Params) -> tuple[Params, float]:
@@ -178,7 +190,7 @@ def value_pretraining(
   run: bool = True,
 ) -> Params | None:
   """Stage 2: the value model is fitted to trajectories of the initial policy (Section 3.2: a cold critic is a
-  bottleneck).
+  bottleneck). Reports the explained variance that it reaches on trajectories that were held out.
 
   Args:
     parts: the run's parts.
@@ -197,16 +209,47 @@ def value_pretraining(
   if critic is None:
     return None
 
-  def fit() -> tuple[Params, float]:
-    console.print(parameter_report(critic, parts.config.learner.frozen_critic, title="critic"))
-    return _fit_values(stage, policy, critic) if count else (critic, 0.0)
+  config = parts.config
+  count = config.critic.pretraining_trajectories
 
-  count = parts.config.critic.pretraining_trajectories
-  return stage.result(critic, fit, run=run, size=count)
+  def fit() -> tuple[Params, dict[str, Any]]:
+    if count:
+      console.print(parameter_report(critic, config.critic.pretraining_frozen, title="pretraining"))
+    console.print(parameter_report(critic, config.learner.frozen_critic, title="critic in RL"))
+    return _fit_values(stage, policy, critic) if count else (critic, {"seconds": 0.0})
+
+  params, facts = stage.result(critic, fit, run=run, size=count)
+  _report_values(console, facts)
+  return params
 
 
-def _fit_values(stage: StageRun, policy: Params, critic: Params) -> tuple[Params, float]:
-  """The critic's updates, from where an earlier run stopped. Returns the critic, and the seconds."""
+def _report_values(console: Console, facts: dict[str, Any]) -> None:
+  """Prints the explained variance that value pretraining reached, and warns if it is low."""
+  held_out, found = facts.get("held_out_trajectories", 0), facts.get("explained_variance")
+  if not held_out:  # no value pretraining, too few trajectories, or the checkpoint of an older release
+    return
+  where = f"{held_out} held-out trajectories after {facts['updates']} updates"
+  if found is None:
+    _log.warning("Value pretraining: the returns of %s do not vary, so that values cannot explain them.", where)
+    return
+  console.print(f"value pretraining: explained variance {found:.2f} on {where}")
+  if found < LOW_EXPLAINED_VARIANCE and is_main_process():
+    _log.warning(
+      "Value pretraining reached an explained variance of %.2f on %s. Below %.1f, advantages are little better than "
+      "with one baseline for all states. More critic.pretraining_trajectories or pretraining_epochs may help, unless "
+      "the tokens say little about the outcome.",
+      found, where, LOW_EXPLAINED_VARIANCE,
+    )  # fmt: skip
+
+
+def hold_out(trajectories: list[Trajectory], batch_size: int) -> tuple[list[Trajectory], list[Trajectory]]:
+  """Splits trajectories into those to fit values to and the last ones: one in eight, at most a batch."""
+  kept = len(trajectories) - min(batch_size, len(trajectories) // 8)
+  return trajectories[:kept], trajectories[kept:]
+
+
+def _fit_values(stage: StageRun, policy: Params, critic: Params) -> tuple[Params, dict[str, Any]]:
+  """The critic's updates, from where an earlier run stopped. Returns the critic, and facts about the stage."""
   parts, config = stage.parts, stage.parts.config
   learner = config_lib.pretraining_learner(config)
   assert parts.value_apply is not None  # or there would be no critic to fit
@@ -214,7 +257,8 @@ def _fit_values(stage: StageRun, policy: Params, critic: Params) -> tuple[Params
   health = HealthCheck(parts, stage.folder)
   start, began = 0, time.monotonic()
   with stage.partial_checkpointer() as checkpointer:
-    trajectories = initial_trajectories(parts, policy, stage.folder, stage.console, stage.signals)
+    made = initial_trajectories(parts, policy, stage.folder, stage.console, stage.signals)
+    trajectories, held_out = hold_out(made, config.batch_size)
     rng = np.random.default_rng((config.seed, 3))
     orders = [rng.permutation(len(trajectories)) for _ in range(config.critic.pretraining_epochs)]
     size = min(config.batch_size, len(trajectories))
@@ -241,7 +285,27 @@ def _fit_values(stage: StageRun, policy: Params, critic: Params) -> tuple[Params
           checkpointer.save(i, _without_policy(state), host)
           health.check()
           stage.signals.check()
-  return state.critic, time.monotonic() - began
+    state, found = _explained_variance(stage, state, held_out)
+  return state.critic, {
+    "seconds": time.monotonic() - began, "updates": len(batches), "held_out_trajectories": len(held_out),
+    "explained_variance": found,
+  }  # fmt: skip
+
+
+def _explained_variance(
+  stage: StageRun, state: LearnerState, held_out: list[Trajectory]
+) -> tuple[LearnerState, float | None]:
+  """Explained variance on held-out trajectories; None if there are none, or their returns do not vary."""
+  if not held_out:
+    return state, None
+  parts, learner = stage.parts, config_lib.pretraining_learner(stage.parts.config)
+  assert parts.value_apply is not None
+  measure = parts.placement.step(make_critic_evaluation(learner, parts.value_apply, jit=False))
+  batch, stats = pack_batch(learner, held_out)
+  with stage.signals.interruptible():
+    state, report = measure(state, batch, np.int32(stats.num_microbatches))
+    found = float(jax.device_get(report["explained_variance"]))
+  return state, found if math.isfinite(found) else None
 
 
 def _without_policy(state: LearnerState) -> LearnerState:
@@ -249,14 +313,14 @@ def _without_policy(state: LearnerState) -> LearnerState:
   return state._replace(policy=None, policy_opt=None)
 
 
-def stage_seconds(parts: Components, workdir: pathlib.Path) -> dict[str, float]:
-  """Seconds that each finished stage took."""
-  seconds = {}
+def stage_facts(parts: Components, workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """Facts about each finished stage: the `seconds` that it took, and what value pretraining reached."""
+  facts = {}
   for stage in ("warm_start", "value_pretraining"):
     with stage_checkpointer(parts, workdir, stage, read_only=True) as checkpointer:
       for step in checkpointer.steps()[-1:]:
-        seconds[stage] = float(checkpointer.host_state(step)["seconds"])
-  return seconds
+        facts[stage] = dict(checkpointer.host_state(step))
+  return facts
 
 
 def stage_checkpointer(

@@ -44,6 +44,11 @@ def import_alone(name: str) -> Any:
   return importlib.import_module(name)
 
 
+def extend_path(folders: list[str]) -> None:
+  """Appends the caller's `sys.path`, so that modules of its working directory or notebook can be imported here too."""
+  sys.path += [folder for folder in folders if folder not in sys.path]
+
+
 def _replace_package(parts: list[str]) -> None:
   name = ".".join(parts)
   if name not in sys.modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -32,6 +33,8 @@ def test_arm_is_the_base_but_for_what_it_names(suite, arm):
   assert config.engine == base.engine
   assert config.policy == base.policy and config.warm_start.num_steps == 0
   assert config.learner.policy_optimizer == base.learner.policy_optimizer
+  clipped = config.learner.critic_optimizer.max_grad_norm is not None
+  assert clipped == arm.critic_clipping
   if arm.lag is None:
     assert (config.schedule, config.lag) == (base.schedule, base.lag)
     assert config.lag_switch_chunks == base.lag_switch_chunks
@@ -76,11 +79,25 @@ def test_tuned_learning_rate_and_cold_critic():
 
 
 def test_clipping_arms_have_ratios_to_clip():
-  """With one update per batch pi_old is the policy itself, and clipping does nothing."""
+  """With one update per batch pi_old is the policy itself, and clipping does nothing: the arm's name says so."""
   for _, arm in ALL:
     loss = arm_config(ablation_cpu.make_config(), arm, seed=0, start=None).learner
-    if loss.policy_loss in ("ppo_clip", "icepop"):
-      assert loss.policy_minibatches > 1, arm.name
+    if loss.policy_loss in ("ppo_clip", "icepop") and not arm.name.endswith(", 1 update"):
+      assert loss.policy_minibatches > 1 or loss.old_policy == "rollout", arm.name
+
+
+def test_arms_of_the_correction_suite_differ_in_the_policys_loss_alone():
+  base = ablation_cpu.make_config()
+  blocks = {}
+  for arm in SUITES["correction"].arms:
+    assert arm.family == suites.SAO  # one tuned rate for all
+    config = arm_config(base, arm, seed=0, start=None)
+    config = dataclasses.replace(config, algorithm="sao")
+    learner = dataclasses.replace(config.learner, policy_loss="dis", old_policy="learner")
+    key = arm.lag, arm.updates
+    assert arm.rate_factor * arm.updates == 1.0  # a matched nominal step
+    assert blocks.setdefault(key, learner) == learner, arm.name
+  assert {lag for lag, _ in blocks} == {0, 2, 8, 32} and len(blocks) == 8
 
 
 def test_bootstrap_interval_is_that_of_resampled_means():
@@ -126,6 +143,29 @@ def rows():
   return made
 
 
+def test_a_suite_of_ones_own(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "own_suites.py").write_text(
+    "from experiments.ablations.suites import SAO, Arm, Suite\n"
+    "BOUNDS = Suite(title='T', arms=(SAO, Arm(name='wide', learner={'eps_high': 9.0})), curves=('success_rate',))\n"
+    "ALONE = Suite(title='T', arms=(Arm(name='wide'),), curves=())\n"
+  )
+  runner = ablate.Runner(
+    "own_suites:BOUNDS", base="tests.experiments.tiny_base:make_config", workdir=tmp_path / "w", quick=True, jobs=1
+  )
+  arm = suites.find("own_suites:BOUNDS", "wide")
+  assert runner.name == "BOUNDS" and "--suite=own_suites:BOUNDS" in runner._arm_flags(arm, 0, 0.1)
+  assert arm_config(tiny_base.make_config(), arm, seed=0, start=None).learner.eps_high == 9.0
+  for name, message in (
+    ("nope", r"suite must be one of clipping, .*, or module:NAME; received 'nope'"),
+    ("nowhere:X", "suite must name a module that can be imported; received 'nowhere:X'"),
+    ("own_suites:SAO", "must be a `suites.Suite`; received Arm"),
+    ("own_suites:ALONE", r"it lacks \['SAO'\]"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      suites.load(name)
+
+
 ARMS = Suite(title="T", arms=(suites.SAO, Arm(name="other"), Arm(name="absent")), curves=("success_rate", "entropy"))
 
 
@@ -139,14 +179,14 @@ def test_csv_comes_back(tmp_path, rows):
 
 def test_table(rows):
   lines = results.table(ARMS, rows).splitlines()
-  assert "| SAO | 0.001 | 2 | 0.250 (0.200 to 0.300) |  | 0.975 |  |  | 0 |" in lines
-  assert "| other | 0.001 | 2 | 0.150 (0.100 to 0.200) | -0.100 (-0.100 to -0.100) | 0.975 |  |  | 0 |" in lines
-  assert "| absent |  | 0 |  |  |  |  |  |  |" in lines
+  assert "| SAO | 0.001 | 1 | 2 | 0.250 (0.200 to 0.300) |  | 0.975 |  |  | 0 |" in lines
+  assert "| other | 0.001 | 1 | 2 | 0.150 (0.100 to 0.200) | -0.100 (-0.100 to -0.100) | 0.975 |  |  | 0 |" in lines
+  assert "| absent |  | 1 | 0 |  |  |  |  |  |  |" in lines
 
 
 def test_table_says_how_many_seeds_a_difference_is_of(rows):
   lines = results.table(ARMS, [row for row in rows if (row["arm"], row["seed"]) != ("SAO", 1)]).splitlines()
-  assert any(line.startswith("| other | 0.001 | 2 | 0.150 (0.100 to 0.200) | -0.100, n = 1 |") for line in lines)
+  assert any(line.startswith("| other | 0.001 | 1 | 2 | 0.150 (0.100 to 0.200) | -0.100, n = 1 |") for line in lines)
 
 
 def test_collapse_is_found_where_it_begins():
@@ -302,7 +342,7 @@ def test_documents_are_filled(tmp_path, rows):
   (tmp_path / "granularity").mkdir()
   results.write_csv(tmp_path / "granularity" / "granularity.csv", rows)
   text = report.fill("A\n<!-- granularity -->\nold\n<!-- end -->\nB\n<!-- main -->\nold\n<!-- end -->\n", tmp_path)
-  assert "old" not in text and "| SAO | 0.001 | 2 | 0.250" in text and text.startswith("A\n")
+  assert "old" not in text and "| SAO | 0.001 | 1 | 2 | 0.250" in text and text.startswith("A\n")
   assert f"<!-- main -->\n\n{report.NOTHING}\n\n<!-- end -->\n" in text
   with pytest.raises(ValueError, match=r"a table must be that of one of main.*received 'nope'"):
     report.fill("<!-- nope -->\n<!-- end -->", tmp_path)

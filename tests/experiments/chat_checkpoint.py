@@ -9,7 +9,9 @@ import tokenizers
 
 TEMPLATE = (
   "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
-  "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+  "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+  "{% for c in m.tool_calls or [] %}<tool_call>{\"name\": \"{{ c.function.name }}\", "
+  "\"arguments\": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}<end>{% endfor %}"
   "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 import re
 
+import jax
+import numpy as np
 import pytest
 from absl import logging
 
 from experiments.tasks import chat, problem_file
+from sao_jax import models
 from sao_jax.envs.coding.tasks import read_human_eval
+from sao_jax.io.console import Console
+from sao_jax.learner import OptimizerConfig, learner_config
+from sao_jax.rollout import EngineConfig
+from sao_jax.training import loop, stages
+from sao_jax.training.components import Components
+from sao_jax.training.config import RunConfig, WarmStartConfig
+from sao_jax.training.demonstrations import encode_demonstration
+from sao_jax.training.signals import StopSignals
 from tests.experiments.chat_checkpoint import write_tokenizer
 
 
@@ -105,9 +116,9 @@ def test_math(checkpoint, tmp_path):
   ("rows", "message"),
   [
     ([], "holds no problem"),
-    (['{"problem": "x", "answer": "1"}', "{"], "line 2 must be a JSON object with 'problem' and 'answer'"),
-    (['{"problem": "x"}'], "line 1 must be a JSON object"),
-    (["[1]"], "line 1 must be a JSON object"),
+    (['{"problem": "x", "answer": "1"}', "{"], "line 2 must be a JSON object; received '{'"),
+    (['{"problem": "x"}'], "line 1 must be an object with 'problem' and 'answer'"),
+    (["[1]"], "line 1 must be an object"),
     (['{"problem": 1, "answer": true}'], "received 1 and True"),
     (['{"problem": "x", "answer": 1}', '{"problem": "y", "answer": NaN}'], "line 2: .* a finite number.* and nan"),
     (['{"problem": "x", "answer": 1e999}'], "line 1: .* a finite number.* and inf"),
@@ -150,8 +161,33 @@ def test_problem_files_as_others_write_them(tmp_path):
   text = '{"problem": "a\u2028b\x85c", "answer": 1}\r\n\r\n{"problem": "d", "answer": "\\u00bd"}\n\n'
   path.write_bytes(text.encode("utf-8-sig"))
   assert problem_file.read(str(path), "problem", "answer") == [("a\u2028b\x85c", "1"), ("d", "½")]
-  assert [number for number, _ in problem_file.lines(str(path))] == [1, 3]
+  assert [number for number, _ in problem_file.rows(str(path))] == [1, 3]
 
+
+def test_a_csv_file_is_read_as_published(tmp_path):
+  """Quoted line breaks and commas, a byte order mark, and \\r\\n, as in `answerbench.csv`."""
+  path = tmp_path / "answerbench.csv"
+  text = 'Problem ID,Problem,Short Answer\r\nimo-1,"Let $a$, $b$ be\r\nsuch that ""it"" holds.",$3$\r\nimo-2,x?,7\r\n'
+  path.write_bytes(text.encode("utf-8-sig"))
+  problems = problem_file.read(str(path), "Problem", "Short Answer")
+  assert problems == [('Let $a$, $b$ be\nsuch that "it" holds.', "$3$"), ("x?", "7")]
+  path.write_text("Problem,Short Answer\nonly one field\n")
+  with pytest.raises(ValueError, match=r"line 2: a row must have the fields \['Problem', 'Short Answer'\]"):
+    problem_file.read(str(path), "Problem", "Short Answer")
+
+
+def test_every_tenth_problem_is_held_out_without_a_file_for_it(checkpoint, tmp_path):
+  train, held_out = problem_file.split("x", list(range(1, 21)))
+  assert held_out == [10, 20] and len(train) == 18
+  assert problem_file.split("x", [1, 2, 3]) == ([1, 2], [3])
+  with pytest.raises(ValueError, match="must hold 2 problems or more"):
+    problem_file.split("x", [1])
+  path = write(tmp_path / "x.jsonl", *({"problem": f"{i}?", "answer": i} for i in range(20)))
+  domain = chat.math(checkpoint=checkpoint, train=path, tool=False)
+  assert (domain.num_train_tasks, domain.num_eval_tasks, domain.files) == (18, 2, (path,))
+  assert "19?" in domain.make_env("eval").reset(1)
+  assert domain.format_prompt("hello") == "<user>hello<end><assistant>"
+  domain.close()
 
 def test_problems_that_are_there_twice_are_told(tmp_path, monkeypatch):
   told = []
@@ -178,6 +214,89 @@ def test_bad_options(checkpoint):
     chat.reasoning_gym(checkpoint=checkpoint, task="nope")
   with pytest.raises(ValueError, match="settings do not fit task 'chain_sum'"):
     chat.reasoning_gym(checkpoint=checkpoint, task="chain_sum", settings={"nope": 1})
+
+
+CALL = {"name": "python", "arguments": {"code": "print(6 * 7)"}}
+CONVERSATION = [
+  {"role": "user", "content": "What is 6 * 7? No <end>."},
+  {"role": "assistant", "content": "I compute.", "tool_calls": [{"id": "a", "type": "function", "function": CALL}]},
+  {"role": "tool", "tool_call_id": "a", "name": "python", "content": "42\n"},
+  {"role": "assistant", "content": "\\boxed{42}"},
+]
+
+
+def with_demonstrations(checkpoint, tmp_path, **options):
+  path = write(tmp_path / "demonstrations.jsonl", {"messages": CONVERSATION})
+  problems = write(tmp_path / "x.jsonl", {"problem": CONVERSATION[0]["content"], "answer": 42})
+  files = {"train": problems, "held_out": problems, "demonstrations": path}
+  return chat.math(checkpoint=checkpoint, **files, instruction="", max_turns=3, **options)
+
+
+def test_demonstrations_are_the_texts_of_an_episode(checkpoint, tmp_path):
+  """Each piece is what the environment and the engine would have written: prompt, call, tool's output, answer."""
+  domain = with_demonstrations(checkpoint, tmp_path)
+  pieces = domain.demonstrate(0, np.random.default_rng(0))
+  assert [is_action for _, is_action in pieces] == [False, True, False, True]
+  env = domain.make_env("train")
+  assert env.reset(0) == pieces[0][0]
+  assert pieces[1][0] == f"I compute.<tool_call>{json.dumps(CALL)}</tool_call><end>"
+  step = env.step(pieces[1][0])
+  assert step.observation == pieces[2][0] and not step.done
+  assert env.step(pieces[3][0]).reward == 1.0
+  env.close()
+  domain.close()
+
+
+@pytest.mark.parametrize(
+  ("messages", "message"),
+  [
+    ([], "must begin with a prompt and end with the assistant's"),
+    (CONVERSATION[:3], "must begin with a prompt and end with the assistant's"),
+    ([CONVERSATION[0], CONVERSATION[3], CONVERSATION[3]], "between two messages of the assistant"),
+    ([{"role": "human", "content": "."}, CONVERSATION[3]], "must be one of system, user, assistant, tool; .*'human'"),
+    ([{"role": "user", "content": 1}, CONVERSATION[3]], "must have a text as its content"),
+  ],
+)
+def test_other_conversations_are_refused_with_their_line(checkpoint, tmp_path, messages, message):
+  path = write(tmp_path / "bad.jsonl", {"messages": CONVERSATION}, {"messages": messages})
+  problems = write(tmp_path / "x.jsonl", {"problem": "6 * 7", "answer": 42})
+  with pytest.raises(ValueError, match=f"line 2 must be a JSON object with messages.*{message}"):
+    chat.math(checkpoint=checkpoint, train=problems, held_out=problems, demonstrations=path)
+
+
+def test_calls_that_are_not_read_back_are_refused(checkpoint, tmp_path):
+  domain = with_demonstrations(checkpoint, tmp_path, tool=False)  # then no call is read
+  with pytest.raises(ValueError, match="line 1: tool calls must be read back from the action"):
+    domain.demonstrate(0, np.random.default_rng(0))
+  domain.close()
+
+
+def test_a_tiny_checkpoint_is_fine_tuned_for_tool_use(checkpoint, tmp_path):
+  """The warm start of a preset with `policy_checkpoint`: the log-probs of the demonstration's actions rise."""
+  model = models.ModelConfig(
+    vocab_size=264, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=32
+  )
+  start = models.init_policy(model, jax.random.key(0))
+  models.save_hf(tmp_path / "policy", model, start)
+  config = RunConfig(
+    schedule="sync", num_steps=0, eval_episodes=0, policy=model, policy_checkpoint=str(tmp_path / "policy"),
+    learner=learner_config("sao", row_length=1024, rows_per_microbatch=2, logprob_chunk_size=256),
+    engine=EngineConfig(num_slots=2, max_len=64, max_action_tokens=8),
+    warm_start=WarmStartConfig(num_steps=4, batch_size=2, optimizer=OptimizerConfig(learning_rate=1e-2)),
+  )  # fmt: skip
+  domain = with_demonstrations(checkpoint, tmp_path)
+  loop.train(config, domain, tmp_path / "run", run_stages=("warm_start",), console=Console(quiet=True))
+  with Components(config, with_demonstrations(checkpoint, tmp_path)) as parts:
+    tuned = stages.warm_start(parts, tmp_path / "run", Console(quiet=True), StopSignals(), run=False)
+    made = encode_demonstration(parts, parts.domain.demonstrate(0, np.random.default_rng(0)))
+  assert 0 < made.num_actions < made.tokens.size
+
+  def logp(params):
+    logits = models.policy_logits(model)(params, made.tokens[None, :-1])
+    each = jax.nn.log_softmax(logits)[0, np.arange(made.tokens.size - 1), made.tokens[1:]]
+    return float(np.asarray(each)[made.action_mask[1:]].mean())
+
+  assert logp(tuned) > logp(start) + 0.2
 
 
 def test_coding_is_a_conversation(checkpoint):

@@ -79,6 +79,13 @@ def program(scale):
   return aot.Program(**numbers, collectives=traffic)
 
 
+def test_depths_repeat_the_kinds_of_layers():
+  depths = {name: compile_report.two_depths(make()) for name, make in MODELS.items()}
+  assert (depths["qwen3_30b_a3b"], depths["glm5_744b"], depths["glm5_2_744b"]) == ((1, 3), (4, 6), (4, 8))
+  deep = compile_report.at_depth(MODELS["glm5_2_744b"](), 8)
+  assert deep.indexer_types[4:] == ("shared", "shared", "full", "shared")
+
+
 def test_extrapolation_is_linear_in_depth():
   deep = program(5).extrapolate(program(3), steps=10)  # from depths 1 and 3 to 23: two per step
   assert deep == program(25)
@@ -88,7 +95,7 @@ def test_extrapolation_is_linear_in_depth():
 @pytest.mark.parametrize(
   ("name", "billions", "active"),
   [("qwen3_0p6b", 0.596, 0.596), ("qwen3_30b_a3b", 30.53, 3.35), ("glm4_moe_106b", 106.9, 13.4),
-   ("glm4_moe_355b", 352.8, 33.5), ("smollm2_135m", 0.1345, 0.1345)],
+   ("glm4_moe_355b", 352.8, 33.5), ("glm5_744b", 743.9, 41.8), ("smollm2_135m", 0.1345, 0.1345)],
 )  # fmt: skip
 def test_models_have_their_published_sizes(name, billions, active):
   model = MODELS[name]()

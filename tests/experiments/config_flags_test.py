@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import ml_collections
 import pytest
 from absl import flags
 
-from experiments.support import config_flags
+from experiments.support import config_flags, preset_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ def fixture_command(tmp_path):
     config_flags.parser(Outer, default=str(tmp_path / "preset.py"), flag_values=values)(["train", *arguments])
     return config_flags.read(Outer, flag_values=values)
 
+  command.path = tmp_path / "preset.py"
   return command
 
 
@@ -132,18 +134,21 @@ def test_overrides(command):
     ("--config.inner.eps_low=2", r"--config: config\.inner: eps_low must be in \[0, 1\]; received 2"),
     (
       "--config=nowhere.py",
-      r"no preset 'nowhere\.py'\. Available presets:\n(.*\n)+.*tool_math_cpu\.py  The default preset",
+      r"no preset 'nowhere\.py'\. Available presets:\n(.*\n)+.*tool_math_cpu  The default preset",
     ),
     ("--config=README.md", r"--config=README\.md is not a Python file: .*line \d+"),
     (
       "--config=experiments/presets/published.py",
-      r"it has no get_config\(\)\. Available presets:\n  experiments/presets/ablation",
+      r"it has no get_config\(\)\. Available presets:\n  ablation_cpu  The",
     ),
     (
       "--config=experiments/presets/small_cpu.py:fast",
       r"small_cpu\.py takes no argument after a colon; received '.*:fast'",
     ),
     ("--config=experiments/presets/tool_math_cpu.py:fast", r"cpu\.py:fast: budget must be 'full' or 'quick'; received"),
+    ("--config=tool_math_cpu:fast", r"--config=tool_math_cpu:fast: budget must be 'full' or 'quick'"),
+    ("--config", r"--config needs a preset\. Available presets:\n  ablation_cpu"),
+    ("--config=chat", r"--config=chat: this preset needs a checkpoint: --config=chat:DIR or"),
     ("--confg=x", "Unknown command line flag 'confg'"),
   ],
 )
@@ -152,11 +157,49 @@ def test_bad_overrides_end_in_one_line(command, argument, message):
     command(argument)
 
 
-def test_help_lists_every_field():
-  lines = config_flags.describe(Outer).splitlines()
-  assert "--config.num_steps: int" in lines
-  assert "--config.inner.eps_low: float = 1  Lower bound." in lines
-  assert "--config.lag: int or None = None" in lines
+def test_help_shows_every_field_with_its_value_and_its_whole_first_paragraph():
+  text = config_flags.describe(Outer, values=Outer(num_steps=3, lag=2, options={"low": 1}))
+  lines = text.splitlines()
+  assert "--config.num_steps: int = 3" in lines
+  assert "--config.num_steps: int" in config_flags.describe(Outer).splitlines()
+  assert "--config.inner.eps_low: float = 1\nLower bound. In detail.\n" in text
+  assert "--config.lag: int or None = 2" in lines and "--config.options.low = 1" in lines
+
+
+def test_the_help_of_a_command_shows_the_values_of_the_chosen_preset(command, capsys):
+  with pytest.raises(SystemExit):
+    command("--help")
+  values = flags.FlagValues()
+  config_flags.parser(Outer, default="unused", flag_values=values)(["train", f"--config={command.path}"])
+  assert "--config.options.low = 1" in values["config"].help and "tool_math_cpu  The default" in values["config"].help
+
+
+def test_presets_are_found_by_name_from_any_directory(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in ("small_cpu", "small_cpu.py", "experiments/presets/small_cpu.py"):
+    assert preset_files.find(name) == preset_files.FOLDER / "small_cpu.py"
+  (tmp_path / "small_cpu.py").write_text(PRESET)  # a file of one's own comes first
+  assert preset_files.find("small_cpu.py") == pathlib.Path("small_cpu.py")
+  with pytest.raises(ValueError, match=r"no preset 'other/small_cpu\.py'"):
+    preset_files.find("other/small_cpu.py")
+
+
+def test_a_preset_derives_fields_from_overrides(tmp_path):
+  path = tmp_path / "preset.py"
+  path.write_text(PRESET.replace("get_config()", "get_config(*, overrides)").replace("3,", "int(overrides['lag']),"))
+  values = flags.FlagValues()
+  config_flags.parser(Outer, default="unused", flag_values=values)(["train", "--config.lag=5", "--config", str(path)])
+  expected = Outer(num_steps=5, lag=5, options={"low": 1, "deep": {"a": "b"}})
+  assert config_flags.read(Outer, flag_values=values) == expected
+
+
+def test_a_missing_option_can_be_set_to_text(tmp_path):
+  path = tmp_path / "preset.py"
+  path.write_text(PRESET.replace('"low": 1', '"low": None'))
+  for argument, expected in (("--config.options.low=some.jsonl", "some.jsonl"), ("--config.on=true", None)):
+    values = flags.FlagValues()
+    config_flags.parser(Outer, default=str(path), flag_values=values)(["train", argument])
+    assert config_flags.read(Outer, flag_values=values).options["low"] == expected
 
 
 def test_a_mapping_is_replaced_as_a_whole(command) -> None:

@@ -144,7 +144,7 @@ GYM = {"checkpoint": "c", "benchmark": "reasoning_gym:chain_sum", "out": "o"}
     ({"workdir": "w", "benchmark": "HMMT"}, "--benchmark needs --checkpoint"),
     ({"workdir": "w", "top_p": 0.9}, "--top_p needs --checkpoint: a run is evaluated .* with its own settings"),
     ({"checkpoint": "c", "benchmark": "HMMT", "out": "o", "episodes": 9}, "--episodes needs --workdir"),
-    ({"checkpoint": "c", "benchmark": "HMMT"}, "--checkpoint needs --benchmark and --out"),
+    ({"checkpoint": "c", "benchmark": "HMMT"}, "--checkpoint needs --benchmark or --data, and --out"),
     ({"checkpoint": "c", "benchmark": "AIME", "out": "o"}, "benchmark must be one of AIME2025"),
     ({"checkpoint": "c", "benchmark": "reasoning_gym:nope", "out": "o"}, r"task must be one of \['.*received 'nope'"),
     ({**GYM, "settings": "{bad"}, r"--settings must be a Python dictionary .*; received '\{bad'"),

@@ -24,6 +24,8 @@ from sao_jax.training.metrics import RunLog
 from sao_jax.training.signals import Interrupted
 from tests.experiments.style_texts import BLIND, SKY, TEXTS
 
+ORDER = SimulationConfig().order
+
 
 def agreement(texts):
   """Returns the shares of agreement on quality and style, the texts rewarded wrongly, and those misjudged."""
@@ -65,7 +67,7 @@ def test_words_in_any_order_are_not_paid_for():
   own = {style: sorted({w for x in forms for w in questions.split_words(x.format(""))})
          for style, forms in questions.TEMPLATES.items()}  # fmt: skip
   for _ in range(3000):
-    fact, style = questions.FACTS[rng.integers(24)], STYLES[rng.integers(3)]
+    fact, style = questions.FACTS[rng.integers(24)], STYLES[rng.integers(4)]
     words = questions.TEMPLATES[style][rng.integers(3)].format(fact.answer).split()
     heap = [fact.answer, *rng.choice(own[style], rng.integers(5, 10))]
     for found, text in ((shuffled, list(words)), (heaps, heap)):
@@ -79,7 +81,8 @@ def test_words_in_any_order_are_not_paid_for():
 def test_demonstrations_are_paid_for_unless_wrong_or_flawed():
   """A tenth repeats the answer, a tenth adds another style in two of three cases, and a twentieth is a bare word."""
   rng = np.random.default_rng(0)
-  said = [(q, questions.demonstrate(q, rng, right=1.0)) for q in questions.train_questions() * 20]
+  styles = questions.CANDIDATES[0]
+  said = [(q, questions.demonstrate(q, rng, right=1.0, styles=styles)) for q in questions.train_questions() * 20]
   good = [RuleJudge()(question, answer) for question, answer in said]
   assert 0.77 < np.mean([verdict.quality and verdict.style is not None for verdict in good]) < 0.85
   rng = np.random.default_rng(0)
@@ -113,7 +116,9 @@ def test_held_out_questions_are_new_but_answerable():
 def test_tokenizer_keeps_every_text():
   tokenizer, rng = questions.WordTokenizer(), np.random.default_rng(0)
   for question in (*questions.train_questions(), *questions.held_out_questions()):
-    text = f"{questions.SYSTEM} {question} {questions.demonstrate(question, rng, right=0.5)} {questions.END}"
+    styles = questions.CANDIDATES[rng.integers(2)]
+    answer = questions.demonstrate(question, rng, right=0.5, styles=styles)
+    text = f"{questions.system(styles)} {question} {answer} {questions.END}"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and max(ids) < tokenizer.vocab_size
     assert ids[-1] in tokenizer.stop_ids
@@ -257,11 +262,15 @@ def test_preference_changes_after_each_phase():
 def test_reward_follows_the_preference_of_the_moment():
   world = Simulation(SimulationConfig())
   env = world.domain.make_env("train")
-  for preferred, reward in (("cute", 1.0), ("classical", 0.0)):
+  for preferred, reward, system in (
+    ("cute", 1.0, "styles : academic , cute or chuunibyou ."),
+    ("chuunibyou", 0.0, "styles : academic , cute or chuunibyou ."),
+    ("classical", 0.0, "styles : classical , cute or chuunibyou ."),
+  ):
     world.preferred = preferred
     prompt = env.reset(0)
-    assert prompt.startswith(questions.SYSTEM)
-    fact = questions.fact_of(prompt.removeprefix(questions.SYSTEM))
+    assert prompt.startswith(system)
+    fact = questions.fact_of(prompt.removeprefix(system))
     step = env.step(questions.TEMPLATES["cute"][0].format(fact.answer) + " </s>")
     assert (step.reward, step.done) == (reward, True)
 
@@ -280,13 +289,13 @@ def test_recovery_is_counted_from_the_change():
   assert online.recoveries(rows_of(success, 40), "SAO", 0) == [24, None]
   text = online.table(suites.SUITES["online"], rows_of(success, 40) + rows_of([0.8] * 120, 40, "global running mean"))
   mean = np.mean(success)
-  assert f"| SAO | 1 | 1 | {mean:.3f} |  | 0.800 | 24 | never |" in text
-  assert f"| global running mean | 1 | 1 | 0.800 | {0.8 - mean:.3f} | 0.800 | 10 | 10 |" in text
+  assert f"| SAO | 1 | 1 | 1 | {mean:.3f} |  | 0.800 | 24 | never |" in text
+  assert f"| global running mean | 1 | 1 | 1 | 0.800 | {0.8 - mean:.3f} | 0.800 | 10 | 10 |" in text
 
 
 def test_an_arm_that_learned_nothing_says_so_beside_its_recovery():
   text = online.table(suites.SUITES["online"], rows_of([0.0] * 120, 40))
-  assert "| SAO | 1 | 1 | 0.000 |  | 0.000 | 10 | 10 |" in text
+  assert "| SAO | 1 | 1 | 1 | 0.000 |  | 0.000 | 10 | 10 |" in text
 
 
 def test_evaluations_are_labelled_with_the_style_that_they_asked_for(tmp_path):
@@ -299,8 +308,8 @@ def test_evaluations_are_labelled_with_the_style_that_they_asked_for(tmp_path):
   (tmp_path / "summary.json").touch()
   suite = dataclasses.replace(suites.SUITES["online"], arms=(suites.SAO,))
   rows = results.collect("online", suite, lambda arm, seed: tmp_path, lambda arm: 1.0, [0])
-  assert [row["preferred"] for row in rows[:6]] == [style for style in STYLES for _ in range(2)]
-  assert [row["preferred"] for row in rows[6:]] == [STYLES[0], STYLES[1], STYLES[2]]
+  assert [row["preferred"] for row in rows[:6]] == [style for style in ORDER for _ in range(2)]
+  assert [row["preferred"] for row in rows[6:]] == [ORDER[0], ORDER[1], ORDER[2]]
 
 
 @pytest.mark.timeout(600)
@@ -314,7 +323,7 @@ def test_a_simulation_runs_and_begins_anew(tmp_path, monkeypatch):
   assert evaluations[0]["eval_success_rate"] == evaluations[0]["eval_accuracy_cute"]
   assert evaluations[1]["eval_success_rate"] == evaluations[1]["eval_accuracy_classical"]
   assert summary["num_steps"] == 6
-  assert [online.preferred(tmp_path, step) for step in (1, 3, 5)] == list(STYLES)
+  assert [online.preferred(tmp_path, step) for step in (1, 3, 5)] == list(ORDER)
   simulation.train(config, tmp_path)
   again, _ = read_metrics(tmp_path)
   for key in ("success_rate", "entropy", "action_tokens", "policy_grad_norm"):

@@ -64,6 +64,19 @@ def test_a_run_without_critic_or_samples_or_turns(tmp_path):
   assert names == set(ALL) - {"critic_gradient_norm", "explained_variance"}
 
 
+def test_several_runs_are_drawn_into_the_same_axes(tmp_path):
+  for name, critic in (("a", True), ("b", False), ("other/a", True)):
+    write_run(tmp_path / name, 12, critic=critic)
+  written = plots.compare_runs([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+  assert [path.stem for path in written] == list(plots.COMPARED)
+  assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
+  names = plots._labels([tmp_path / "a", tmp_path / "other" / "a"])
+  assert names == [str(tmp_path / "a"), str(tmp_path / "other" / "a")]
+  metrics.MetricsWriter(tmp_path / "empty").close()
+  with pytest.raises(ValueError, match="no learner row yet"):
+    plots.compare_runs([tmp_path / "a", tmp_path / "empty"], tmp_path / "out")
+
+
 def test_nothing_to_plot_is_an_error(tmp_path):
   metrics.MetricsWriter(tmp_path).close()
   with pytest.raises(ValueError, match="no learner row yet"):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -31,7 +32,8 @@ PAPER = {
   "learner.policy_optimizer.learning_rate": 1e-6,
   "learner.critic_optimizer.learning_rate": 5e-6, "learner.critic_optimizer.warmup_steps": 10,
   "learner.critic_updates": 2, "learner.lambda_critic": 1.0, "learner.alpha": 1.5, "learner.lambda_policy": None,
-  "learner.frozen_critic": ("attention",), "learner.policy_loss": "dis", "learner.advantage": "gae",
+  "learner.frozen_critic": ("attention", "embeddings", "norms", "routers"), "critic.pretraining_frozen": (),
+  "learner.policy_loss": "dis", "learner.advantage": "gae",
   "learner.values_from": "updated", "learner.discount": 1.0, "learner.temperature": 1.0, "engine.temperature": 1.0,
   "policy.model_type": "qwen3_moe", "engine.max_len": 131_072, "learner.row_length": 131_072,
 }  # fmt: skip
@@ -83,8 +85,10 @@ def parse(*arguments):
 )
 def test_the_checkpoint_is_named_on_the_command_line(preset, repository, checkpoint, tmp_path):
   file = ROOT / "experiments" / "presets" / f"{preset}.py"
-  config = parse(f"--config={file}:{checkpoint}", "--config.env.options.train=some.jsonl")
+  given = ("--config.env.options.train=some.jsonl", "--config.env.options.demonstrations=talks.jsonl")
+  config = parse(f"--config={file}:{checkpoint}", *given)
   assert config.policy_checkpoint == checkpoint and config.env.options["train"] == "some.jsonl"
+  assert config.env.options["demonstrations"] == "talks.jsonl"
   with pytest.raises(SystemExit, match=rf"needs the files of {repository} .*received '.*nowhere', which is not a dir"):
     parse(f"--config={file}:{tmp_path / 'nowhere'}")
   (tmp_path / "tokenizer.json").unlink()
@@ -133,14 +137,23 @@ def test_a_run_of_it_starts(name, tmp_path):
 
 
 LOWER = """
-import dataclasses, jax, sys
+import dataclasses, jax, json, pathlib, sys
 jax.config.update("jax_num_cpu_devices", 8)
 from experiments.support import aot
-from experiments.presets import qwen3_0p6b_math, qwen3_30b_a3b_coding, qwen3_30b_a3b_tir
+from experiments.presets import dense_8b_math, model_configs, qwen3_0p6b_math, qwen3_30b_a3b_tir
+from sao_jax.models.checkpoints.hf_config import config_to_hf
 from sao_jax.parallel import MeshConfig, make_mesh
+from sao_jax.training import memory
 
-for preset, sizes in ((qwen3_0p6b_math, {}), (qwen3_30b_a3b_tir, {"fsdp": 2, "context": 4})):
-  config = preset.make_config("nowhere")
+pathlib.Path(sys.argv[1], "config.json").write_text(json.dumps(config_to_hf(model_configs.qwen3_8b())))
+config = dense_8b_math.make_config(sys.argv[1])
+mesh = make_mesh(config.mesh, jax.devices()[:8])
+certain = sum(memory.needs(config, mesh, mesh).values())
+print("certain", certain, "estimated", certain + memory.activations(config, mesh))
+
+sharded = {"fsdp": 2, "context": 4}
+for preset, sizes in ((qwen3_0p6b_math, {}), (qwen3_30b_a3b_tir, sharded), (dense_8b_math, {"fsdp": 8})):
+  config = preset.make_config(sys.argv[1])
   model = dataclasses.replace(config.policy, num_layers=1)
   mesh = make_mesh(MeshConfig(data=1, **sizes), jax.devices()[: 8 if sizes else 1])
   learner = config.learner
@@ -152,13 +165,17 @@ for preset, sizes in ((qwen3_0p6b_math, {}), (qwen3_30b_a3b_tir, {"fsdp": 2, "co
 
 
 @pytest.mark.timeout(600)
-def test_its_steps_lower_from_shapes():
+def test_its_steps_lower_from_shapes(tmp_path):
   environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
   done = subprocess.run(
-    [sys.executable, "-c", LOWER], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590, check=False
-  )
+    [sys.executable, "-c", LOWER, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590,
+    check=False,
+  )  # fmt: skip
   assert done.returncode == 0, done.stderr
-  assert done.stdout.count("lowered") == 2
+  assert done.stdout.count("lowered") == 3
+  # As the preset of the 8B model says, for devices of 80 GB.
+  sizes = re.search(r"certain (\d+) estimated (\d+)", done.stdout)
+  assert sizes is not None and [round(int(size) / 1e9) for size in sizes.groups()] == [45, 52]
 
 
 def test_smollm2_says_what_it_lacks_and_trains_at_the_temperature_it_samples_with(tmp_path, monkeypatch):

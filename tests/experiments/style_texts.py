@@ -41,7 +41,11 @@ TEXTS = (
   (KING, "Prithee know: the king dwelleth in thy castle.", True, "classical"),
   (DAY, "Forsooth, the day doth yield to night.", True, "classical"),
   (LION, "Thus quoth the lion, alas: roar.", True, "classical"),
+  (SKY, "the evidence of this study indicates blue .", True, "academic"),
+  (COW, "Empirical research shows that the cow says moo.", True, "academic"),
+  (KING, "The scholars conclude from the data that the king lives in a castle.", True, "academic"),
   # Right style, wrong answer.
+  (SNOW, "the evidence of this study indicates black .", False, "academic"),
   (SKY, "hehe ~ it is green , nya !", False, "cute"),
   (SNOW, "behold ! my cursed eye sees black !", False, "chuunibyou"),
   (COW, "verily , the cow doth say woof .", False, "classical"),

@@ -41,6 +41,9 @@ def definition(config, logp, old, behavior, adv, mask, segments):
     if config.policy_loss == "truncated_is":
       loss[b, t] = -min(rollout, config.is_cap) * a * logp[b, t]
       continue
+    if config.policy_loss == "uncorrected":
+      loss[b, t] = -a * logp[b, t]
+      continue
     if config.policy_loss == "gspo":
       own = mask[b] & (segments[b] == segments[b, t])
       ratio = np.exp((logp[b] - old[b])[own].mean())
@@ -65,7 +68,7 @@ def test_losses_and_clip_masks_equal_the_definition(name):
   np.testing.assert_allclose(loss, expected[0], rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(low, expected[1])
   np.testing.assert_array_equal(high, expected[2])
-  assert name == "truncated_is" or (expected[1].any() and expected[2].any())
+  assert name in ("truncated_is", "uncorrected") or (expected[1].any() and expected[2].any())
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "gspo"])  # its tokens share one ratio
@@ -84,7 +87,7 @@ def test_a_policy_loss_is_in_the_table_or_refused():
   config = algorithms.learner_config("sao")
   object.__setattr__(config, "policy_loss", "ppo")  # a name that the config would not let through
   for function in (algorithms.policy_loss, algorithms.clip_mask):
-    with pytest.raises(ValueError, match=r"policy_loss must be one of dis, .*gspo; received 'ppo'"):
+    with pytest.raises(ValueError, match=r"policy_loss must be one of dis, .*gspo, uncorrected; received 'ppo'"):
       function(config, *map(jnp.asarray, arrays()))
 
 
@@ -144,6 +147,46 @@ def test_pi_old_is_the_policy_before_the_step():
   assert 0.0 < split["dis_masked_fraction"] < 1.0
   counts = [int(s.policy_opt[0].count) for s in (learner, learner_split)]
   assert counts == [1, 4]
+
+
+def test_pi_old_of_the_rollout_clips_with_one_update():
+  """The clip mask is PPO's, of the ratio to the engine's log-probs, and its shares by sign of the advantage are too."""
+  policy = tiny.init(1)
+  made = tiny.trajectories(16, policy=policy, lag=1.0)
+  adv = np.where(np.arange(16) % 2, 1.0, -1.0)
+  _, metrics = run(dataclasses.replace(GRPO, old_policy="rollout"), made, adv)
+  oracle = tiny.Oracle.of(policy)
+  shares = {}
+  for sign in (1.0, -1.0):
+    clipped = []
+    for t in (x for x, a in zip(made, adv, strict=True) if a == sign):
+      ratio = np.exp(oracle.logps(t.tokens)[np.arange(len(t.tokens)), t.tokens] - t.behavior_logp)[t.action_mask]
+      clipped += [r > 1.28 if sign > 0 else r < 0.8 for r in ratio]
+    shares[sign] = np.mean(clipped)
+  np.testing.assert_allclose(metrics["masked_fraction_positive_adv"], shares[1.0], atol=1e-6)
+  np.testing.assert_allclose(metrics["masked_fraction_negative_adv"], shares[-1.0], atol=1e-6)
+  assert 0.1 < shares[1.0] < 0.9 and 0.1 < shares[-1.0] < 0.9
+  np.testing.assert_allclose(
+    metrics["advantage_snr"], abs(metrics["advantage_mean"]) / metrics["advantage_std"], rtol=1e-5
+  )
+
+
+def test_the_loss_on_positive_examples_is_their_mean_negative_log_likelihood():
+  policy = tiny.init(1)
+  made = [
+    tiny.trajectory(np.array([0, 0, 1, 1, 0, 1], bool), seed=i, reward=float(i % 2), policy=policy, index=i)
+    for i in range(6)
+  ]
+  oracle = tiny.Oracle.of(policy)
+  nll = np.concatenate([
+    -oracle.logps(t.tokens)[np.arange(6), t.tokens][t.action_mask] for t in made if t.total_reward > 0
+  ])
+  for minibatches in (1, 2):
+    config = dataclasses.replace(GRPO, policy_minibatches=minibatches)
+    _, plain = run(config, made, np.zeros(6))
+    _, imitating = run(dataclasses.replace(config, positive_weight=0.5), made, np.zeros(6))
+    tolerance = {"rtol": 1e-5} if minibatches == 1 else {"rtol": 0.2}  # later minibatches meet a better policy
+    np.testing.assert_allclose(imitating["policy_loss"] - plain["policy_loss"], 0.5 * nll.mean(), **tolerance)
 
 
 def test_more_policy_minibatches_than_microbatches_skip_the_empty_ones():

@@ -15,7 +15,7 @@ BAD = [
   ({"eps_high": 0.0}, "eps_high must be given, and > 0"),
   ({"critic_updates": 0}, "critic_updates must be >= 1; received 0"),
   ({"policy_minibatches": 0}, "policy_minibatches"),
-  ({"policy_loss": "ppo"}, "policy_loss must be one of dis, ppo_clip, icepop, truncated_is, gspo; received 'ppo'"),
+  ({"policy_loss": "ppo"}, "policy_loss must be one of dis, .*, gspo, uncorrected; received 'ppo'"),
   ({"advantage": "gea"}, "advantage must be one of"),
   ({"truncation": "cut"}, "truncation must be one of terminal, bootstrap"),
   ({"values_from": "old"}, "values_from must be one of"),
@@ -30,6 +30,8 @@ BAD = [
   ({"advantage": "baseline", "baseline": "group", "truncation": "bootstrap"}, "truncation must be"),
   ({"icepop_low": 3.0, "icepop_high": 2.0}, "icepop"),
   ({"is_cap": 0.0}, "is_cap"),
+  ({"old_policy": "newest"}, "old_policy must be one of learner, rollout; received 'newest'"),
+  ({"positive_weight": -0.1}, "positive_weight must be >= 0"),
   ({"clip_low": 1.0}, "clip_low"),
   ({"row_length": 1}, "row_length"),
   ({"hold_policy_steps": -1}, "hold_policy_steps"),
@@ -84,7 +86,8 @@ def test_every_name_gives_a_config(name):
 def test_sao_has_the_papers_settings():
   config = algorithms.learner_config("sao")
   assert (config.eps_low, config.eps_high, config.critic_updates, config.lambda_critic) == (0.3, 5.0, 2, 1.0)
-  assert (config.alpha, config.lambda_policy, config.discount, config.frozen_critic) == (1.5, None, 1.0, ("attention",))
+  assert (config.alpha, config.lambda_policy, config.discount) == (1.5, None, 1.0)
+  assert config.frozen_critic == ("attention", "embeddings", "norms", "routers")
   assert config.policy_optimizer.learning_rate == 1e-6
   assert (config.critic_optimizer.learning_rate, config.critic_optimizer.warmup_steps) == (5e-6, 10)
   assert not config.whiten_advantages and config.truncation == "terminal" and config.values_from == "updated"

@@ -55,6 +55,25 @@ def test_pitfall_21_zero_matches_are_an_error(name):
     partition.split(params(), (name,))
 
 
+def test_the_papers_form_trains_the_projections_and_the_head():
+  trainable, _ = partition.split(params(), partition.PROJECTIONS_AND_HEAD)
+  assert paths(trainable) == {
+    "layers_0/moe/up_proj/kernel", "layers_1/moe/up_proj/kernel", "value_head/kernel",
+  }  # fmt: skip
+  rows = {row.name: row for row in partition.parameter_counts(params(), partition.PROJECTIONS_AND_HEAD)}
+  assert {name for name, row in rows.items() if row.trainable} == {"total", "MoE/MLP", "head"}
+
+
+def test_a_dense_model_lacks_routers_but_no_model_lacks_attention():
+  dense = {"attention": {"kernel": jnp.ones(2)}, "mlp": {"up_proj": {"kernel": jnp.ones(3)}}}
+  trainable, _ = partition.split(dense, partition.PROJECTIONS_AND_HEAD)
+  assert paths(trainable) == {"mlp/up_proj/kernel"}
+  with pytest.raises(ValueError, match="frozen = 'attention' matches no parameter"):
+    partition.split({"mlp": dense["mlp"]}, partition.PROJECTIONS_AND_HEAD)
+  with pytest.raises(ValueError, match="frozen = 'router' matches no parameter"):
+    partition.split(dense, ("router",))
+
+
 def test_nothing_left_to_train_is_an_error():
   with pytest.raises(ValueError, match="leaves no parameter to train"):
     partition.split({"attention": {"kernel": jnp.ones(3)}}, ("attention",))
@@ -63,7 +82,8 @@ def test_nothing_left_to_train_is_an_error():
 def test_report_counts_by_module():
   rows = {row.name: row for row in partition.parameter_counts(params(), ("attention",))}
   assert rows["attention"].total == 2 * (16 + 2 + 2) and rows["attention"].trainable == 0
-  assert rows["MoE/MLP"].total == rows["MoE/MLP"].trainable == 2 * (8 + 64)
+  assert rows["MoE/MLP"].total == rows["MoE/MLP"].trainable == 2 * 64
+  assert rows["routers"].total == rows["routers"].trainable == 2 * 8
   assert rows["embeddings"].total == 40 and rows["head"].total == 4
   assert rows["norms"].total == 2 * 8 + 4
   assert rows["total"].total == sum(leaf.size for leaf in jax.tree.leaves(params()))

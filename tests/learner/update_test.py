@@ -117,7 +117,7 @@ def oracle_step(config, trajectories, policy, critic):
   """Returns the critic's parameters, the advantages per trajectory, the policy's gradient and loss."""
   total = sum(t.num_actions for t in trajectories)
   value = tiny.Oracle.of(critic)
-  frozen = value.params["layers_0"]["attention"]
+  attention, embed = value.params["layers_0"]["attention"], value.params["embed"]
   zeros = jax.tree.map(np.zeros_like, value.params)
   moments = (zeros, zeros)
 
@@ -132,8 +132,10 @@ def oracle_step(config, trajectories, policy, critic):
       targets = oracle_gae(t, v, config.lambda_critic, config.discount, bootstrap(t, value)) + v
       gradients.append(value.value_gradient(t.tokens, np.where(t.action_mask, 2.0 * (v - targets) / total, 0.0)))
     params, moments = oracle_adam(value.params, add(gradients), moments, count, CRITIC.learning_rate)
-    if config.frozen_critic:
-      params["layers_0"]["attention"] = frozen
+    if "attention" in config.frozen_critic:
+      params["layers_0"]["attention"] = attention
+    if "embeddings" in config.frozen_critic:
+      params["embed"] = embed
     value = tiny.Oracle(params)
   actor = tiny.Oracle.of(policy)
   advantages, gradients, loss = [], [], 0.0
@@ -371,7 +373,7 @@ def test_pitfall_17_whitening_reads_action_tokens_only_and_is_off_by_default():
   made = tiny.trajectories(12, policy=tiny.init(1))
   _, plain = run(make_config(), made)
   _, white = run(make_config(whiten_advantages=True), made)
-  assert abs(plain["advantage_mean"]) > 1e-3
+  assert abs(plain["advantage_mean"]) > 1e-4
   np.testing.assert_allclose(white["advantage_mean"], 0.0, atol=1e-6)
   np.testing.assert_allclose(white["advantage_std"], 1.0, rtol=1e-5)
   _, single = run(make_config(whiten_advantages=True), [tiny.trajectory([False, True], policy=tiny.init(1))])
@@ -414,7 +416,7 @@ def test_pitfall_20_holding_the_policy_leaves_the_critic_training():
 
 
 def test_pitfall_21_frozen_attention_has_no_optimizer_state_and_does_not_change():
-  config, full = make_config(), make_config(frozen_critic=())
+  config, full = make_config(frozen_critic=("attention",)), make_config(frozen_critic=())
 
   def size(tree):
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
@@ -435,7 +437,7 @@ def test_pitfall_21_frozen_leaves_have_no_gradient_in_the_compiled_program():
     lowered = make_critic_step(config, 1).lower(make_state(config), batch, np.int32(1))
     return lowered.compile().as_text().count(" dot(")
 
-  assert products(make_config()) == products(make_config(frozen_critic=())) - 1
+  assert products(make_config(frozen_critic=("attention",))) == products(make_config(frozen_critic=())) - 1
 
 
 def test_pitfall_22_k_updates_are_k_real_updates():

@@ -47,6 +47,37 @@ def sparse(**changes: Any) -> ModelConfig:
   return dense(**{**settings, **changes})
 
 
+def latent(**changes: Any) -> ModelConfig:
+  """`sparse` with latent attention, whose value heads are narrower than its key heads."""
+  settings: dict[str, Any] = {
+    "num_kv_heads": 4,
+    "head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 12,
+    "rope_interleave": True,
+    "qk_norm": False,
+    "partial_rotary_factor": 1.0,
+    "attention_out_bias": True,
+    "model_type": "deepseek_v3",
+  }
+  return sparse(**{**settings, **changes})
+
+
+def indexed(**changes: Any) -> ModelConfig:
+  """`latent` with an indexer in two of three layers, which chooses fewer tokens than most sequences have."""
+  settings: dict[str, Any] = {
+    "num_layers": 3,
+    "index_topk": 6,
+    "index_n_heads": 3,
+    "index_head_dim": 8,
+    "indexer_types": ("full", "shared", "full"),
+    "model_type": "glm_moe_dsa",
+  }
+  return latent(**{**settings, **changes})
+
+
 @functools.cache
 def policy_params(config: ModelConfig) -> Params:
   """Fresh parameters moved off their neutral start (norms of one, biases of zero), so that a forgotten one shows."""

@@ -17,7 +17,7 @@ from sao_jax.models.token_ids import TokenIds
 from tests.models import tiny
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
-TYPES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
 KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

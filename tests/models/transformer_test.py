@@ -19,7 +19,12 @@ from tests.models import tiny
 
 SLOTS, ROWS, CHUNK, STEPS, MAX_LEN = 4, 3, 6, 3, 20
 WEIGHTS = np.random.default_rng(5).normal(size=(ROWS, MAX_LEN, 24)).astype(np.float32) / 8
-CONFIGS = {"dense": tiny.dense(), "sparse": tiny.sparse()}
+CONFIGS = {
+  "dense": tiny.dense(),
+  "sparse": tiny.sparse(),
+  "latent": tiny.latent(q_lora_rank=0),
+  "indexed": tiny.indexed(),
+}
 
 
 def _params(name: str) -> Any:

@@ -41,7 +41,11 @@ def gspo(logp, old, behavior, adv, mask):
   return policy_losses.gspo_loss(logp, old, adv, mask, **CLIP)
 
 
-LOSSES = [dis, truncated, ppo, icepop, gspo]
+def uncorrected(logp, old, behavior, adv, mask):
+  return policy_losses.score_function_loss(logp, adv, mask)
+
+
+LOSSES = [dis, truncated, ppo, icepop, gspo, uncorrected]
 
 
 def oracle(loss, logp, old, behavior, adv, mask) -> np.ndarray:
@@ -55,6 +59,7 @@ def oracle(loss, logp, old, behavior, adv, mask) -> np.ndarray:
       truncated: lambda r=r, t=t: -min(r, 2.0) * adv[t] * logp[t],
       ppo: lambda rho=rho, t=t: -oracles.ppo(rho, adv[t], **CLIP),
       icepop: lambda rho=rho, k=k, t=t: -(k if 0.5 <= k <= 5 else 0) * oracles.ppo(rho, adv[t], **CLIP),
+      uncorrected: lambda t=t: -adv[t] * logp[t],
       gspo: lambda t=t: -oracles.ppo(sequence, adv[t], **CLIP),
     }[loss]()
   return out

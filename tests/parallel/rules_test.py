@@ -12,6 +12,7 @@ from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy
 from sao_jax.parallel.axes import AXES
 from sao_jax.parallel.rules import batch_shardings, cache_shardings, shardings_for, spec_for
 from sao_jax.types import TokenBatch
+from tests.models import tiny
 
 CONFIG = ModelConfig(
   vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
@@ -46,6 +47,20 @@ def test_every_parameter_of_both_models_has_a_row():
   assert critic["value_head/kernel"] == PartitionSpec(None, None)
   big = [path for path, spec in (policy | critic).items() if not any(spec)]
   assert all("norm" in p or "bias" in p or "value_head" in p for p in big), big
+
+
+def test_latent_attention_splits_heads_and_nothing_that_heads_share():
+  params = jax.eval_shape(lambda: init_policy(tiny.indexed(), jax.random.key(0)))
+  policy = specs(params["layers_0"], mesh_of(fsdp=2, tensor=2))
+  split = {name.split("attention/")[1]: spec for name, spec in policy.items() if "attention/" in name and any(spec)}
+  assert split == {
+    "kv_a_proj/kernel": PartitionSpec("fsdp", None), "kv_b_proj/kernel": PartitionSpec("fsdp", "tensor"),
+    "q_a_proj/kernel": PartitionSpec("fsdp", None), "q_b_proj/kernel": PartitionSpec("fsdp", "tensor"),
+    "o_proj/kernel": PartitionSpec("tensor", "fsdp"), "indexer/wk/kernel": PartitionSpec("fsdp", None),
+    "indexer/wq_b/kernel": PartitionSpec("fsdp", None), "indexer/weights_proj/kernel": PartitionSpec("fsdp", None),
+  }  # fmt: skip
+  cache = cache_shardings(cached_policy(tiny.indexed()).init_cache(4, 8), mesh_of(fsdp=2, tensor=2, context=4))
+  assert {a.spec for a in jax.tree.leaves(cache)} == {PartitionSpec("fsdp", "context", None)}
 
 
 def test_unused_axes_are_left_out():

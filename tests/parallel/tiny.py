@@ -28,18 +28,19 @@ LEARNER = LearnerConfig(
 )  # fmt: skip
 
 
-def make_state() -> LearnerState:
+def fill(model: ModelConfig, init: Any, rng: np.random.Generator) -> Any:
   """Random parameters, the value head included (a zero one would hide the critic's trunk from the comparison)."""
-  rng = np.random.default_rng(1)
 
-  def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+  def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     norm = "norm" in jax.tree_util.keystr(path)
     return (rng.normal(size=leaf.shape) * (0.2 if norm or leaf.ndim > 1 else 0.05) + norm).astype(leaf.dtype)
 
-  def params(init: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(lambda: init(MODEL, jax.random.key(0))))
+  return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: init(model, jax.random.key(0))))
 
-  return init_state(LEARNER, params(init_policy), params(init_critic))
+
+def make_state() -> LearnerState:
+  rng = np.random.default_rng(1)
+  return init_state(LEARNER, fill(MODEL, init_policy, rng), fill(MODEL, init_critic, rng))
 
 
 def make_batch(seed: int = 0) -> TokenBatch:

@@ -11,6 +11,7 @@ import pytest
 from experiments.support import chaos_run
 from experiments.tasks import digits
 from sao_jax import models
+from sao_jax.training import components
 from sao_jax.training.components import Components
 
 
@@ -42,11 +43,9 @@ def test_config_decides_how_the_checkpoint_is_computed_and_stored(saved):
   chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: x.astype("bfloat16"), params))
 
 
-def test_another_architecture_is_refused(saved):
+def test_another_architecture_is_refused_before_the_engine_is_made(saved, monkeypatch):
   config, _ = saved
+  monkeypatch.setattr(components, "_embedded_engine", None)
   policy = dataclasses.replace(config.policy, rope_theta=5e5)
-  with (
-    Components(dataclasses.replace(config, policy=policy), digits.make_domain()) as parts,
-    pytest.raises(ValueError, match=r"policy must be that of policy_checkpoint, .*rope_theta=10000.0"),
-  ):
-    parts.init_policy()
+  with pytest.raises(ValueError, match=r"policy must be that of .*: rope_theta is 500000.0 here and 10000.0 there"):
+    Components(dataclasses.replace(config, policy=policy), digits.make_domain())

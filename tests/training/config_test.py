@@ -18,8 +18,9 @@ from experiments.support import config_flags
 from sao_jax.io.workdir import config_differences
 from sao_jax.learner import learner_config
 from sao_jax.learner.algorithms import ALGORITHMS
+from sao_jax.learner.partition import PROJECTIONS_AND_HEAD
 from sao_jax.rollout import EngineConfig
-from sao_jax.training.config import EnvConfig, RunConfig, comparison, to_json
+from sao_jax.training.config import CriticConfig, EnvConfig, RunConfig, comparison, pretraining_learner, to_json
 
 BOUNDS = {"eps_low": 0.3, "eps_high": 5.0, "row_length": 512}
 
@@ -91,7 +92,7 @@ def test_presets_make_a_run_config_and_survive_json(preset: Any) -> None:
   made = config_flags.from_config_dict(RunConfig, preset.get_config())
   assert made == config_flags.from_config_dict(RunConfig, to_json(made))
   assert (made.batch_size, made.group_size) == (128, 1)  # single rollout is not batch 1
-  assert made.learner.critic_updates == 2 and made.learner.frozen_critic == ("attention",)
+  assert made.learner.critic_updates == 2 and made.learner.frozen_critic == PROJECTIONS_AND_HEAD
 
 
 def test_the_quick_preset_is_the_same_run_but_shorter() -> None:
@@ -138,3 +139,19 @@ def test_every_algorithm_is_chosen_by_its_name_alone(name: str) -> None:
   chosen = config(algorithm=name, group_size=group)
   assert chosen.learner == dataclasses.replace(config().learner, **ALGORITHMS[name])
   assert config(algorithm=name, group_size=group, learner=chosen.learner) == chosen  # as a resumed run reads it
+
+
+def test_all_algorithms_with_a_critic_share_one_pretrained_critic() -> None:
+  base = config()
+  fits = {}
+  for name, fields in ALGORITHMS.items():
+    made = config(algorithm=name, group_size=8 if "grpo" in name else 1, learner=base.learner)
+    if made.learner.uses_critic:
+      fits[name] = pretraining_learner(made)
+      # What RL does with the critic, or with the policy, has no part in the fit.
+      ignored = {field: getattr(base.learner, field) for field in fields if field not in ("advantage", "frozen_critic")}
+      assert dataclasses.replace(fits[name], **ignored) == pretraining_learner(base), name
+  assert len(fits) > 10 and all(fit.frozen_critic == () for fit in fits.values())
+  assert pretraining_learner(config(critic=CriticConfig(pretraining_frozen=("attention",)))).frozen_critic == (
+    "attention",
+  )

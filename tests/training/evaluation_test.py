@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 
 import numpy as np
 import pytest
@@ -53,6 +54,22 @@ def test_evaluate_counts_what_failed_as_not_solved() -> None:
 
   result = evaluation.evaluate(Engine(), tiny_domain(), None, num_episodes=21)  # type: ignore[arg-type]
   assert result.success_rate == 0.0 and result.failed == 21 and result.n == 21 and math.isnan(result.turns_mean)
+
+
+def test_where_problems_repeat_the_interval_is_over_problems() -> None:
+  """All attempts at a problem agree, so 200 episodes of 20 problems say no more than 20 episodes."""
+
+  class Engine:
+    def generate(self, weights: object, requests: list, *, seed: int) -> list:
+      return [types.SimpleNamespace(task_index=r.task_index, success=r.task_index % 2, num_turns=1) for r in requests]
+
+  def width(n: int) -> float:
+    result = evaluation.evaluate(Engine(), tiny_domain(), None, num_episodes=n)  # type: ignore[arg-type]
+    assert result.success_rate == pytest.approx(0.5, abs=0.03)
+    return result.high - result.low
+
+  assert width(200) == pytest.approx(width(20), rel=0.15)
+  assert width(210) == pytest.approx(width(20), rel=0.15)  # ten problems have one attempt more
 
 
 class PatternEngine:

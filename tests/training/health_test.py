@@ -76,6 +76,49 @@ def test_skipped_batches_are_kept_and_many_in_a_row_end_the_run_saved(tmp_path: 
   assert pathlib.Path.cwd() == elsewhere and list(elsewhere.iterdir()) == []
 
 
+def test_an_engine_with_other_log_probs_ends_the_run_saved(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+  """From the third batch on, log-probs of another temperature, say: all are too low by 0.1."""
+  original = Components.pack
+  count = 0
+
+  def pack(self: Components, trajectories: Any) -> Any:
+    nonlocal count
+    count += 1
+    batch, stats = original(self, trajectories)
+    return batch.replace(behavior_logp=batch.behavior_logp - np.float32(0.1 * (count >= 3))), stats
+
+  monkeypatch.setattr(Components, "pack", pack)
+  with pytest.raises(RunStoppedError, match=r"same weights: by 0\.1, 0\.1 on average .* 0\.005 \(max_logprob_error\)"):
+    loop.train(bare(num_steps=6), busy_domain(), tmp_path)
+  rows, _ = read_metrics(tmp_path)
+  errors = [row["logprob_error"] for row in rows]
+  np.testing.assert_allclose(errors, [0, 0, 0.1, 0.1], atol=1e-4)
+  assert all(row["logprob_error_tokens"] == row["action_tokens"] for row in rows)  # a synchronous schedule
+  assert (tmp_path / "checkpoints/4").is_dir()
+
+
+@pytest.mark.parametrize(
+  ("errors", "tokens", "settings", "stops"),
+  [
+    ([0.2, 0.2], 32, {}, True),
+    ([0.2, 0.001, 0.2], 32, {}, False),
+    ([0.2, 0.2, 0.2], 31, {}, False),
+    ([0.2, 0.2], 32, {"schedule": "async"}, False),  # keys and values of older weights may be kept
+    ([0.3, 0.3], 32, {"schedule": "async"}, True),
+    ([0.2, 0.2], 32, {"max_logprob_error": 0.3}, False),
+    ([9.0, 9.0], 32, {"max_logprob_error": 0.0}, False),
+  ],
+)
+def test_two_steps_in_a_row_with_enough_tokens_decide(
+  errors: list[float], tokens: int, settings: dict[str, Any], stops: bool
+) -> None:
+  guard = HealthCheck(types.SimpleNamespace(config=bare(**settings)), pathlib.Path())  # type: ignore[arg-type]
+  report = {"skipped_policy_nonfinite": 0, "skipped_critic_nonfinite": 0, "returns_square_mean": 0, "value_loss": 0}
+  for step, error in enumerate(errors, start=1):
+    guard.record(step, None, [], {**report, "logprob_error": error, "logprob_error_tokens": tokens})  # type: ignore[arg-type]
+  assert guard.must_stop == stops
+
+
 def test_the_stages_before_rl_stop_too(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
   """Parameters that are not finite from the start: no update of either stage can be done."""
   config = bare(max_skipped_in_a_row=3, warm_start=WarmStartConfig(num_steps=9, batch_size=4, log_every=2))

@@ -19,7 +19,7 @@ from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import OptimizerConfig, learner_config
 from sao_jax.models import ModelConfig
 from sao_jax.rollout import EngineConfig
-from sao_jax.training import loop, run_state
+from sao_jax.training import evaluation, loop, run_state, stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import MAY_DIFFER, CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig, to_json
 from tests.bare_run import bare, busy_domain
@@ -110,6 +110,43 @@ def test_sync_is_on_policy(tmp_path: pathlib.Path) -> None:
   assert any(row["policy_grad_norm"] > 0 for row in rows)
   assert json.loads((tmp_path / "summary.json").read_text()) == summary
   assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 16
+
+
+def test_value_pretraining_keeps_what_it_reached(stages_done: pathlib.Path) -> None:
+  with Components(tiny_config(), tiny_domain()) as parts:
+    facts = stages.stage_facts(parts, stages_done)["value_pretraining"]
+  # One in eight of 32 trajectories is held out; the others make one batch of 16.
+  assert (facts["held_out_trajectories"], facts["updates"]) == (4, 1)
+  assert facts["explained_variance"] is None or facts["explained_variance"] < 1.0
+
+
+@pytest.mark.parametrize("schedule", ["lagged", "async"])
+def test_evaluations_during_rl_are_of_the_newest_weights(
+  schedule: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  seen: list[set[int]] = []
+  result_of = evaluation.result_of
+
+  def noted(trajectories: Any, *arguments: Any) -> evaluation.Evaluation:
+    done = list(trajectories)
+    seen.append({int(v) for x in done for v in x.versions[x.action_mask]})
+    assert sorted(x.task_index for x in done) == sorted(50 + i % 20 for i in range(24))
+    return result_of(done, *arguments)
+
+  monkeypatch.setattr(evaluation, "result_of", noted)
+  changes: dict[str, Any] = {"schedule": schedule, "eval_episodes": 24}
+  if schedule == "lagged":
+    changes |= {"lag": 2, "lag_switch_chunks": 1}
+  loop.train(bare(**changes, eval_every_steps=2), busy_domain(), tmp_path / "with")
+  rows, evaluations = read_metrics(tmp_path / "with")
+  assert [row["step"] for row in evaluations] == [0, 2, 4, 6] and seen == [{0}, {2}, {4}, {6}]
+  assert all(row["eval_low"] <= row["eval_success_rate"] <= row["eval_high"] for row in evaluations)
+  assert all(0.0 < row["observation_fraction"] < 1.0 for row in rows)
+  if schedule == "lagged":  # where training is repeatable, evaluations change nothing in it
+    loop.train(bare(**changes), busy_domain(), tmp_path / "without")
+    assert [row for row in without_times(tmp_path / "without") if "eval_n" not in row] == [
+      row for row in without_times(tmp_path / "with") if "eval_n" not in row
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["sync", "lagged"])

@@ -1,6 +1,7 @@
 """The games of `hosted_game`, in the process that plays them (see `scoring_process`).
 
-A request is `[key, make, method, arguments, history]`. `make` is the pickled function that makes the game, in base64.
+A request is `[key, make, method, arguments, history]`. `make` holds the caller's `sys.path` and the pickled function
+that makes the game, in base64.
 `history` is null or `[task_index, moves]`, from which a lost game is played again.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from sao_jax.envs.adapters.text_game import Reply, TextGame
+from sao_jax.utils import child_process
 
 LOST: Final = "lost"
 """The reply if the game is lost, because the process is new or has played many other games since."""
@@ -39,7 +41,9 @@ class Games:
     if game is None:
       if method not in ("make", "start") and history is None:
         return LOST
-      make_game = pickle.loads(base64.b64decode(make))  # noqa: S301 (from the process that started this one)
+      path, packed = make
+      child_process.extend_path(path)
+      make_game = pickle.loads(base64.b64decode(packed))  # noqa: S301 (from the process that started this one)
       game = self._add(key, make_game())
       if history is not None:
         game.start(history[0])

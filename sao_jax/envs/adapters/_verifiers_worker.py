@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from sao_jax.utils import child_process
 from sao_jax.utils.extras import require_extra
 
 
@@ -25,7 +25,7 @@ def start() -> Callable[[Any], Any]:
 
 def answer(request: Any) -> tuple[float, dict[str, float]]:
   path, arguments = request
-  sys.path += [folder for folder in path if folder not in sys.path]
+  child_process.extend_path(path)
   return score(*pickle.loads(base64.b64decode(arguments)))  # noqa: S301 (from the process that started this one)
 
 

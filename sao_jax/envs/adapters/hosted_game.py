@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +50,7 @@ class HostedGame(TextGame):
     if workers is None:
       workers = shared_pool("sao_jax.envs.adapters._game_worker", max_workers=1, memory_bytes=_MEMORY_BYTES)
     self._workers = workers
-    self._make = base64.b64encode(pickle.dumps(make)).decode("ascii")
+    self._make = [list(sys.path), base64.b64encode(pickle.dumps(make)).decode("ascii")]
     self._key = uuid.uuid4().hex
     self._move_timeout_s = move_timeout_s
     self._start_timeout_s = start_timeout_s

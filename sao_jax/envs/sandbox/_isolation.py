@@ -20,9 +20,11 @@ import functools
 import os
 import posix
 import resource
+import shutil
 import signal
 import stat
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -136,7 +138,50 @@ def link_packages(folder: str, packages: dict[str, str]) -> None:
   for name, source in packages.items():
     path = os.path.join(folder, name)
     os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    share(source, path)
+
+
+def share_standard_library(path: str) -> None:
+  """Makes modules of the standard library that sessions have yet to import readable under another path."""
+  old = os.path.dirname(os.__file__)
+  share(old, path)
+  modules = [module for module in list(sys.modules.values()) if hasattr(module, "__path__")]
+  for folders in (sys.path, *(module.__path__ for module in modules)):
+    folders[:] = [path + folder[len(old) :] if f"{folder}/".startswith(f"{old}/") else folder for folder in folders]
+  sys.path_importer_cache.clear()
+
+
+def share(source: str, path: str) -> None:
+  """Makes a file or folder readable under another path.
+
+  If this process runs as root, sessions run as another user, who cannot pass through private folders such as /root. The
+  files are then hard-linked, or copied from another file system.
+  """
+  if passable(source):
     os.symlink(source, path)
+  elif os.path.isdir(source):
+    shutil.copytree(source, path, copy_function=_link_or_copy, ignore=shutil.ignore_patterns("*-packages"))
+  elif os.path.exists(source):  # Lists of installed files may name some that are gone.
+    _link_or_copy(source, path)
+
+
+def passable(path: str) -> bool:
+  """Whether the user of sessions can pass through the folders above a path, links followed."""
+  if os.geteuid() != 0:
+    return True  # Sessions run as the present user.
+  folder = os.path.dirname(os.path.realpath(path))
+  while os.stat(folder).st_mode & stat.S_IXOTH:
+    if folder == "/":
+      return True
+    folder = os.path.dirname(folder)
+  return False
+
+
+def _link_or_copy(source: str, path: str) -> None:
+  try:
+    os.link(os.path.realpath(source), path)
+  except OSError:  # another file system
+    shutil.copyfile(source, path)
 
 
 def hide_host_name() -> None:

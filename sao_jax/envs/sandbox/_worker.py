@@ -69,6 +69,9 @@ class Zygote:
       _isolation.adopt_orphans()
       _isolation.link_packages(packages, settings["packages"])
       readable = [*settings["read_only"].values(), packages]
+      if not _isolation.passable(os.__file__):
+        readable.append(f"{settings['scratch']}/python")
+        _isolation.share_standard_library(readable[-1])
       settings["landlock_rights"] = _isolation.landlock_rights(readable, [*settings["masked"].values()])
     settings["filters"] = {name: base64.b64decode(text) for name, text in settings["filters"].items()}
     self._report = {

@@ -1,4 +1,4 @@
-"""Loading of llama-type GGUF files with the optional `gguf` package: `load_gguf`."""
+"""Loading of GGUF files of llama and qwen2 with the optional `gguf` package: `load_gguf`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from sao_jax.models.token_ids import TokenIds
 from sao_jax.types import Params
 from sao_jax.utils import untrusted_files
 
-# Metadata that needs no field of the config. Any other unread key under `llama.` is an error.
+_ARCHITECTURES = ("llama", "qwen2")
+# Metadata that needs no field of the config. Any other unread key of the architecture is an error.
 _INERT = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"})
 
 _FREQUENCIES = "rope_freqs.weight"
@@ -41,7 +42,7 @@ _MODULES: Mapping[str, str] = {
 def load_gguf(
   path: str | os.PathLike[str], *, dtype: str = "float32", param_dtype: str = "float32"
 ) -> tuple[ModelConfig, Params]:
-  """Loads a GGUF file of architecture "llama". Quantised tensors are expanded one at a time.
+  """Loads a GGUF file of architecture "llama" or "qwen2". Quantised tensors are expanded one at a time.
 
   Args:
     path: the file.
@@ -55,19 +56,9 @@ def load_gguf(
     MissingExtraError: the optional package `gguf` is not installed.
     ValueError: the architecture, a key or a tensor is not supported; the message names it.
   """
-  reader = untrusted_files.open_gguf(path)
+  config, tensors = _read(path, dtype, param_dtype)
   import gguf.quants
 
-  tensors = {tensor.name: tensor for tensor in reader.tensors}
-  try:
-    config = _config(reader, tensors, dtype, param_dtype)
-    if _FREQUENCIES in tensors:
-      stored = tensors.pop(_FREQUENCIES)
-      config = _with_divisors(config, gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float64))
-    if config.num_layers > len(tensors):
-      raise ValueError(f"block_count = {config.num_layers} needs more than the {len(tensors)} tensors of the file.")
-  except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
-    raise ValueError(f"{path}: {error if isinstance(error, ValueError) else repr(error)}") from error
   shapes = jax.eval_shape(lambda key: init_policy(config, key), jax.random.key(0))
   names = {_name(_names(p)): _names(p) for p, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]}
   unknown, missing = sorted(set(tensors) - set(names)), sorted(set(names) - set(tensors))
@@ -93,6 +84,31 @@ def load_gguf(
   return config, jax.tree_util.tree_map_with_path(load, shapes)
 
 
+def read_gguf_config(
+  path: str | os.PathLike[str], *, dtype: str = "float32", param_dtype: str = "float32"
+) -> ModelConfig:
+  """Reads the architecture of a GGUF file, and none of its weights; see `load_gguf`."""
+  return _read(path, dtype, param_dtype)[0]
+
+
+def _read(path: str | os.PathLike[str], dtype: str, param_dtype: str) -> tuple[ModelConfig, dict[str, Any]]:
+  """Returns the model's config and the tensors by name, without the one that the config stands for."""
+  reader = untrusted_files.open_gguf(path)
+  import gguf.quants
+
+  tensors = {tensor.name: tensor for tensor in reader.tensors}
+  try:
+    config = _config(reader, tensors, dtype, param_dtype)
+    if _FREQUENCIES in tensors:
+      stored = tensors.pop(_FREQUENCIES)
+      config = _with_divisors(config, gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float64))
+    if config.num_layers > len(tensors):
+      raise ValueError(f"block_count = {config.num_layers} needs more than the {len(tensors)} tensors of the file.")
+  except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
+    raise ValueError(f"{path}: {error if isinstance(error, ValueError) else repr(error)}") from error
+  return config, tensors
+
+
 def _names(path: Any) -> tuple[str, ...]:
   return tuple(key.key for key in path)
 
@@ -105,31 +121,32 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 def _to_half_split(value: np.ndarray, path: tuple[str, ...], config: ModelConfig) -> np.ndarray:
-  """Undoes the row order of q and k in GGUF, where the two rows of a rotated pair are adjacent."""
+  """Undoes the row order of q and k in files of llama, where the two rows of a rotated pair are adjacent."""
   heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(path[-2])
-  if heads is None:
+  if heads is None or config.model_type != "llama":
     return value
   return value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
 
 
-def _metadata(reader: Any) -> Iterator[tuple[str, Any]]:
+def _metadata(reader: Any, architecture: str) -> Iterator[tuple[str, Any]]:
   for name, field in reader.fields.items():
-    if name == "general.architecture" or name.startswith("llama."):
-      yield name.removeprefix("llama."), field.contents()
+    if name.startswith(f"{architecture}."):
+      yield name.removeprefix(f"{architecture}."), field.contents()
 
 
 def _config(reader: Any, tensors: dict[str, Any], dtype: str, param_dtype: str) -> ModelConfig:
-  values = dict(_metadata(reader))
-  architecture = values.pop("general.architecture", None)
-  if architecture != "llama":
-    raise ValueError(f"load_gguf reads architecture 'llama'; received {architecture!r}.")
+  field = reader.fields.get("general.architecture")
+  architecture = None if field is None else field.contents()
+  if architecture not in _ARCHITECTURES:
+    raise ValueError(f"load_gguf reads the architectures {_ARCHITECTURES}; received {architecture!r}.")
+  values = dict(_metadata(reader, architecture))
   heads, hidden = values.pop("attention.head_count"), values.pop("embedding_length")
   head_dim = values.get("attention.key_length", hidden // heads)
   for name in ("rope.dimension_count", "attention.value_length"):
     if values.get(name, head_dim) != head_dim:
-      raise ValueError(f"llama.{name} = {values[name]} is not supported with heads of {head_dim} dimensions.")
+      raise ValueError(f"{architecture}.{name} = {values[name]} is not supported with heads of {head_dim} dimensions.")
   config = ModelConfig(
-    model_type="llama",
+    model_type=architecture,
     vocab_size=int(tensors["token_embd.weight"].shape[1]),
     hidden_size=hidden,
     num_heads=heads,
@@ -152,7 +169,7 @@ def _config(reader: Any, tensors: dict[str, Any], dtype: str, param_dtype: str) 
   )
   unknown = {name: value for name, value in values.items() if name not in _INERT and value}
   if unknown:
-    raise ValueError(f"These llama.* keys of the GGUF file are not supported: {unknown}.")
+    raise ValueError(f"These {architecture}.* keys of the GGUF file are not supported: {unknown}.")
   return config
 
 
@@ -176,7 +193,7 @@ def _scaling(values: dict[str, Any]) -> RopeScaling:
     return RopeScaling()
   if kind == "linear":
     return RopeScaling(rope_type="linear", factor=factor)
-  raise ValueError(f"llama.rope.scaling.type = {kind!r} is not supported; allowed: none, linear.")
+  raise ValueError(f"rope.scaling.type = {kind!r} is not supported; allowed: none, linear.")
 
 
 def _with_divisors(config: ModelConfig, divisors: np.ndarray) -> ModelConfig:

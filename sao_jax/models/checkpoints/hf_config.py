@@ -1,4 +1,4 @@
-"""Conversion between `ModelConfig` and the Hugging Face `config.json` of llama, qwen3, qwen3_moe and glm4_moe.
+"""Conversion between `ModelConfig` and the Hugging Face `config.json` of the types in `config.MODEL_TYPES`.
 
 An unknown key is an error unless its value is empty (null, false, [] or {}). A switch that the decoder does not support
 is an error that names it. Missing keys get the defaults of transformers, which differ by family.
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sao_jax.models import token_ids
+from sao_jax.models.checkpoints import hf_latent
+from sao_jax.models.checkpoints.hf_keys import Keys
 from sao_jax.models.config import DTYPES, MODEL_TYPES, ModelConfig, RopeScaling
-
-_MISSING = object()
 
 # Keys without an effect on the decoder: bookkeeping, special tokens, initial values, training-only losses.
 _INERT = frozenset(
@@ -22,12 +22,15 @@ _INERT = frozenset(
     "architectures",
     "auto_map",
     "chunk_size_feed_forward",
+    "finetuned",
+    "finetuning_task",
     "id2label",
     "initializer_range",
     "is_llama_config",
     "label2id",
     "max_window_layers",
     "model_type",
+    "num_labels",
     "num_mtp_layers",
     "num_nextn_predict_layers",
     "output_router_logits",
@@ -83,6 +86,7 @@ _NOT_IN_CONFIG = frozenset({
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   "llama": {"max_position_embeddings": 2048},
+  "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
   "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
   "qwen3_moe": {
     "num_key_value_heads": 4,
@@ -101,43 +105,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "norm_topk_prob": True,
     "max_position_embeddings": 131_072,
   },
+  **hf_latent.DEFAULTS,
 }
-
-
-class _Keys:
-  """Keys of a JSON object. Each can be taken once, and `finish` refuses keys that are left."""
-
-  def __init__(self, values: Mapping[str, Any], source: str):
-    self._left = dict(values)
-    self._source = source
-
-  def take(self, *names: str, default: Any = _MISSING) -> Any:
-    """Returns the value of the first of `names` (old and new spellings) that is present and not null."""
-    found = [self._left.pop(name) for name in names if name in self._left]
-    found = [value for value in found if value is not None]
-    if any(value != found[0] for value in found):
-      raise ValueError(f"{self._source}: {' and '.join(names)} mean the same but differ: {found}.")
-    if found:
-      return found[0]
-    if default is _MISSING:
-      raise ValueError(f"{self._source} has no {' or '.join(names)}.")
-    return default
-
-  def take_all(self, *names: str) -> dict[str, Any]:
-    """Returns the values of those `names` that are present, including nulls."""
-    return {name: self._left.pop(name) for name in names if name in self._left}
-
-  def require(self, name: str, allowed: tuple[Any, ...]) -> None:
-    """Raises ValueError if the value of `name` is not allowed. The first allowed value is the default."""
-    value = self.take(name, default=allowed[0])
-    if value not in allowed:
-      raise ValueError(f"{self._source}: {name} = {value!r:.200} is not supported; allowed: {list(allowed)}.")
-
-  def finish(self, inert: frozenset[str] = frozenset()) -> None:
-    left = {k: v for k, v in self._left.items() if k not in inert and not k.startswith("_")}
-    unknown = {k: v for k, v in left.items() if v is not None and v is not False and v not in ([], {})}
-    if unknown:
-      raise ValueError(f"{self._source}: these keys are not supported: {unknown!r:.500}.")
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -155,7 +124,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
   model_type = values.get("model_type")
   if model_type not in MODEL_TYPES:
     raise ValueError(f"config.json: model_type must be one of {MODEL_TYPES}; received {model_type!r:.200}.")
-  keys = _Keys({**_aliases_of_defaults(model_type, values), **values}, f"config.json of type {model_type}")
+  keys = Keys({**_aliases_of_defaults(model_type, values), **values}, f"config.json of type {model_type}")
   _refuse_unsupported(keys, model_type)
   heads = keys.take("num_attention_heads")
   hidden = keys.take("hidden_size")
@@ -172,17 +141,19 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     "tie_word_embeddings": keys.take("tie_word_embeddings", default=False),
     "norm_eps": keys.take("rms_norm_eps", default=1e-6),
     "max_position_embeddings": keys.take("max_position_embeddings", default=32_768),
-    "qk_norm": keys.take("use_qk_norm", default=False) if model_type == "glm4_moe" else model_type != "llama",
-    "attention_bias": keys.take("attention_bias", default=False),
+    "qk_norm": keys.take("use_qk_norm", default=False) if model_type == "glm4_moe" else model_type.startswith("qwen3"),
+    "attention_bias": keys.take("attention_bias", default=False) or model_type == "qwen2",  # always there
     "mlp_bias": keys.take("mlp_bias", default=False) if model_type == "llama" else False,
     "token_ids": token_ids.from_hf(keys.take_all(*token_ids.KEYS.values()), model_type),
     "param_dtype": str(keys.take("dtype", "torch_dtype", default="float32")).removeprefix("torch."),
   }
-  fields["attention_out_bias"] = fields["attention_bias"] and model_type != "glm4_moe"
+  fields["attention_out_bias"] = fields["attention_bias"] and model_type not in ("qwen2", "glm4_moe")
   fields |= _rope(keys, model_type, fields["max_position_embeddings"])
   fields |= _experts(keys, model_type)
+  if model_type in hf_latent.LATENT_TYPES:
+    fields |= hf_latent.read(keys, model_type, layers)
   _refuse_sliding_window(keys, layers)
-  keys.finish(_INERT | _OF_GENERATION)
+  keys.finish(_INERT | _OF_GENERATION | (hf_latent.INERT if model_type in hf_latent.LATENT_TYPES else frozenset()))
   if fields["param_dtype"] not in DTYPES:
     raise ValueError(f"config.json: dtype must be one of {DTYPES}; received {fields['param_dtype']!r}.")
   return ModelConfig(**fields)
@@ -191,24 +162,28 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
 def _aliases_of_defaults(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the defaults of the family, without those that the file sets under another name."""
   given = set(values)
-  if given & {"num_experts", "num_local_experts", "n_routed_experts"}:
-    given.add("num_experts")
+  names = {"num_experts", "num_local_experts", "n_routed_experts"}
+  if given & names:
+    given |= names
   if any("partial_rotary_factor" in (values.get(name) or {}) for name in ("rope_parameters", "rope_scaling")):
     given.add("partial_rotary_factor")
   return {name: value for name, value in _DEFAULTS[model_type].items() if name not in given}
 
 
-def _refuse_unsupported(keys: _Keys, model_type: str) -> None:
+def _refuse_unsupported(keys: Keys, model_type: str) -> None:
   keys.require("hidden_act", ("silu", "swish"))
   keys.require("attention_dropout", (0.0,))
   keys.require("rope_interleaved", (False,))
+  keys.require("is_causal", (True,))
+  if model_type == "qwen2":
+    keys.require("qkv_bias", (True,))
   if model_type in ("qwen3", "qwen3_moe"):  # Published files of Qwen3-Coder have it.
     keys.require("use_qk_norm", (True,))
   if model_type == "qwen3_moe":
     keys.require("shared_expert_intermediate_size", (0,))
 
 
-def _refuse_sliding_window(keys: _Keys, layers: int) -> None:
+def _refuse_sliding_window(keys: Keys, layers: int) -> None:
   used = keys.take("use_sliding_window", default=False)
   window = keys.take("sliding_window", default=None)
   first = keys.take("max_window_layers", default=0)
@@ -222,7 +197,7 @@ def _refuse_sliding_window(keys: _Keys, layers: int) -> None:
     )
 
 
-def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[str, Any]:
+def _rope(keys: Keys, model_type: str, max_position_embeddings: int) -> dict[str, Any]:
   """Reads the rotary settings from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
   new, old = keys.take("rope_parameters", default=None), keys.take("rope_scaling", default=None)
   values = dict(old or new or {})
@@ -233,7 +208,7 @@ def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[st
   outer_theta = keys.take("rope_theta", default=10_000.0)
   outer_factor = keys.take("partial_rotary_factor", default=1.0)
   outer_length = keys.take("original_max_position_embeddings", default=None)
-  rope = _Keys(values, "config.json: rope parameters")
+  rope = Keys(values, "config.json: rope parameters")
   theta = rope.take("rope_theta", default=outer_theta)
   rotated = rope.take("partial_rotary_factor", default=outer_factor)
   if rotated != 1.0 and model_type != "glm4_moe":
@@ -246,7 +221,7 @@ def _rope(keys: _Keys, model_type: str, max_position_embeddings: int) -> dict[st
   return {"rope_theta": float(theta), "partial_rotary_factor": rotated, "rope_scaling": scaling}
 
 
-def _scaling(rope: _Keys, rope_type: str, length: int, max_position_embeddings: int) -> RopeScaling:
+def _scaling(rope: Keys, rope_type: str, length: int, max_position_embeddings: int) -> RopeScaling:
   if rope_type == "default":
     rope.take("factor", default=None)  # transformers ignores it too
     return RopeScaling()
@@ -263,14 +238,13 @@ def _scaling(rope: _Keys, rope_type: str, length: int, max_position_embeddings: 
   if rope_type == "yarn":
     factor = float(rope.take("factor", default=max_position_embeddings / length))
     attention_factor = rope.take("attention_factor", default=None)
-    scale, scale_all = rope.take("mscale", default=0), rope.take("mscale_all_dim", default=0)
-    if attention_factor is None and scale and scale_all:
-      attention_factor = RopeScaling.yarn_attention(factor, scale) / RopeScaling.yarn_attention(factor, scale_all)
     return RopeScaling(
       rope_type=rope_type,
       factor=factor,
       original_max_position_embeddings=length,
       attention_factor=None if attention_factor is None else float(attention_factor),
+      mscale=float(rope.take("mscale", default=0.0)),
+      mscale_all_dim=float(rope.take("mscale_all_dim", default=0.0)),
       beta_fast=float(rope.take("beta_fast", default=32.0)),
       beta_slow=float(rope.take("beta_slow", default=1.0)),
       truncate=rope.take("truncate", default=True),
@@ -278,8 +252,8 @@ def _scaling(rope: _Keys, rope_type: str, length: int, max_position_embeddings: 
   raise ValueError(f"config.json: rope_type = {rope_type!r} is not supported; allowed: default, linear, llama3, yarn.")
 
 
-def _experts(keys: _Keys, model_type: str) -> dict[str, Any]:
-  if model_type not in ("qwen3_moe", "glm4_moe"):
+def _experts(keys: Keys, model_type: str) -> dict[str, Any]:
+  if model_type not in ("qwen3_moe", "glm4_moe", *hf_latent.LATENT_TYPES):
     return {}
   fields: dict[str, Any] = {
     "num_experts": keys.take("num_experts", "num_local_experts", "n_routed_experts"),
@@ -295,21 +269,26 @@ def _experts(keys: _Keys, model_type: str) -> dict[str, Any]:
     }
   keys.require("scoring_func", ("sigmoid",))
   keys.require("topk_method", ("noaux_tc",))
-  return fields | {
+  fields |= {
     "router": "sigmoid",
     "routed_scaling_factor": float(keys.take("routed_scaling_factor", default=1.0)),
     "n_group": keys.take("n_group", default=1),
     "topk_group": keys.take("topk_group", default=1),
     "num_shared_experts": keys.take("n_shared_experts", default=1),
-    "first_dense_layers": keys.take("first_k_dense_replace", default=1),
   }
+  if model_type != "glm_moe_dsa":  # see `hf_latent`
+    fields["first_dense_layers"] = keys.take("first_k_dense_replace", default=1)
+  return fields
 
 
 _ARCHITECTURES: Mapping[str, str] = {
   "llama": "LlamaForCausalLM",
+  "qwen2": "Qwen2ForCausalLM",
   "qwen3": "Qwen3ForCausalLM",
   "qwen3_moe": "Qwen3MoeForCausalLM",
   "glm4_moe": "Glm4MoeForCausalLM",
+  "deepseek_v3": "DeepseekV3ForCausalLM",
+  "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
 
 
@@ -343,6 +322,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
   }
   values |= {
     "llama": {"mlp_bias": config.mlp_bias},
+    "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False},
     "qwen3_moe": {"use_sliding_window": False, **_softmax_experts_to_hf(config)},
     "glm4_moe": {
@@ -350,7 +330,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
       "partial_rotary_factor": config.partial_rotary_factor,
       **_sigmoid_experts_to_hf(config),
     },
-  }[config.model_type]
+  }.get(config.model_type, {})
+  if config.model_type in hf_latent.LATENT_TYPES:
+    values |= _sigmoid_experts_to_hf(config) | hf_latent.write(config)
   _check_round_trip(config, values)
   return values
 
@@ -361,10 +343,12 @@ def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
   names = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-  }[scaling.rope_type]
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate",
+             "mscale", "mscale_all_dim"),
+  }[scaling.rope_type]  # fmt: skip
   values = {name: getattr(scaling, name) for name in names}
-  return {"rope_type": scaling.rope_type, **{name: value for name, value in values.items() if value is not None}}
+  unset = {"attention_factor": None, "mscale": 0.0, "mscale_all_dim": 0.0}
+  return {"rope_type": scaling.rope_type, **{k: v for k, v in values.items() if k not in unset or v != unset[k]}}
 
 
 def _softmax_experts_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -405,6 +389,7 @@ def _check_round_trip(config: ModelConfig, values: Mapping[str, Any]) -> None:
 
 
 def is_mtp_tensor(name: str, config: ModelConfig) -> bool:
-  """Whether a tensor belongs to the multi-token-prediction layers that GLM appends, which the decoder does not use."""
+  """Whether a tensor is of the multi-token-prediction layers that GLM and DeepSeek append; the decoder has none."""
   match = re.match(r"model\.layers\.(\d+)\.", name)
-  return config.model_type == "glm4_moe" and match is not None and int(match.group(1)) >= config.num_layers
+  appended = match is not None and int(match.group(1)) >= config.num_layers
+  return appended and config.model_type in ("glm4_moe", *hf_latent.LATENT_TYPES)

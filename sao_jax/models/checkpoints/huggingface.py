@@ -40,6 +40,7 @@ _EXPONENTS: Mapping[str, tuple[Any, int]] = {
 }  # fmt: skip
 """Integer type and exponent bits of each float type."""
 _BLOCK = 1 << 22
+_ALWAYS_FLOAT32 = ("e_score_correction_bias", "indexer.weights_proj.weight")
 _GENERATION_FILE = "generation_config.json"
 _PART = ".part-{}.safetensors"
 """Name of a file while it is written."""
@@ -105,7 +106,7 @@ def _all_finite(value: np.ndarray) -> bool:
   return not any(((block & bits(exponent)) == exponent).any() for block in blocks)
 
 
-def _read_config(path: pathlib.Path) -> ModelConfig:
+def read_config_file(path: pathlib.Path) -> ModelConfig:
   """Reads a `config.json` and the token ids of a `generation_config.json` beside it. Errors name the file."""
   values = untrusted_files.read_object(path)
   try:
@@ -184,9 +185,14 @@ _IN_LAYER: Mapping[tuple[str, ...], str] = {
   ("post_attention_norm", "scale"): "post_attention_layernorm.weight",
   ("attention", "q_norm", "scale"): "self_attn.q_norm.weight",
   ("attention", "k_norm", "scale"): "self_attn.k_norm.weight",
+  ("attention", "q_a_norm", "scale"): "self_attn.q_a_layernorm.weight",
+  ("attention", "kv_a_norm", "scale"): "self_attn.kv_a_layernorm.weight",
+  ("attention", "indexer", "k_norm", "scale"): "self_attn.indexer.k_norm.weight",
   ("moe", "router", "correction_bias"): "mlp.gate.e_score_correction_bias",
 }
 _MODULES: Mapping[str, str] = {"attention": "self_attn", "mlp": "mlp"}
+_PROJECTIONS: Mapping[str, str] = {"kv_a_proj": "kv_a_proj_with_mqa"}
+"""Projections with another name."""
 
 
 def _stored(path: tuple[str, ...], config: ModelConfig, fused_experts: bool = False) -> _Stored:
@@ -200,9 +206,9 @@ def _stored(path: tuple[str, ...], config: ModelConfig, fused_experts: bool = Fa
     return _Stored(prefix + "mlp.gate.weight", transpose=True)
   if rest[0] == "moe" and len(rest) == 2:
     return _stored_experts(prefix, rest[1], config, fused_experts)
-  module = "mlp.shared_experts" if rest[0] == "moe" else _MODULES[rest[0]]
+  module = "mlp.shared_experts" if rest[0] == "moe" else ".".join((_MODULES[rest[0]], *rest[1:-2]))
   kind = {"kernel": "weight", "bias": "bias"}[rest[-1]]
-  return _Stored(f"{prefix}{module}.{rest[-2]}.{kind}", transpose=kind == "weight")
+  return _Stored(f"{prefix}{module}.{_PROJECTIONS.get(rest[-2], rest[-2])}.{kind}", transpose=kind == "weight")
 
 
 def _stored_experts(prefix: str, projection: str, config: ModelConfig, fused: bool) -> _Stored:
@@ -224,15 +230,15 @@ def _shapes(config: ModelConfig) -> Params:
 
 
 def _common_dtype(files: _Files) -> str:
-  """Returns the dtype of the tensors, or float32 if they differ. Ignores correction biases, which are float32."""
-  dtypes = {files.dtype(name) for name in files.names() if not name.endswith("e_score_correction_bias")}
+  """Returns the dtype of the tensors, or float32 if they differ. Ignores those that are always float32."""
+  dtypes = {files.dtype(name) for name in files.names() if not name.endswith(_ALWAYS_FLOAT32)}
   return dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
 def load_hf(
   directory: PathLike, *, dtype: str = "float32", param_dtype: str | None = None, sharding: ShardingOf | None = None
 ) -> tuple[ModelConfig, Params]:
-  """Loads a llama, qwen3, qwen3_moe or glm4_moe checkpoint (`config.json` and safetensors, single or sharded).
+  """Loads a checkpoint of one of `config.MODEL_TYPES` (`config.json` and safetensors, single or sharded).
 
   Args:
     directory: the checkpoint's folder.
@@ -249,7 +255,7 @@ def load_hf(
       message names it.
   """
   folder = pathlib.Path(directory)
-  config = _read_config(folder / "config.json")
+  config = read_config_file(folder / "config.json")
   with _Files(folder) as files, _named(folder):
     config = dataclasses.replace(config, dtype=dtype, param_dtype=param_dtype or _common_dtype(files))
     _check_sizes(files, config)
@@ -287,12 +293,19 @@ def _named(folder: pathlib.Path) -> Iterator[None]:
     raise ValueError(f"{folder}: {error}") from error
 
 
+_LENGTHS = (
+  "vocab_size", "hidden_size", "head_dim", "num_heads", "num_kv_heads", "kv_lora_rank", "q_lora_rank",
+  "qk_nope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim",
+)  # fmt: skip
+"""Fields that are at most as large as a dimension of some tensor."""
+
+
 def _check_sizes(files: _Files, config: ModelConfig) -> None:
   """Refuses sizes larger than any tensor, which would keep this process busy with names and shapes."""
   shapes = [files.shape(name) for name in files.names()]
   longest = max((size for shape in shapes for size in shape), default=0)
   fused = any(name.endswith("mlp.experts.gate_up_proj") for name in files.names())
-  for name in ("num_layers", "num_experts", "vocab_size", "hidden_size", "head_dim", "num_heads", "num_kv_heads"):
+  for name in ("num_layers", "num_experts", *_LENGTHS):
     counted = name == "num_layers" or (name == "num_experts" and not fused)
     most, reason = (len(shapes), "there are {} tensors") if counted else (longest, "no tensor is longer than {}")
     if getattr(config, name) > most:

@@ -6,12 +6,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-_REMOVED: Mapping[str, str] = {
+REMOVED_FIELDS: Mapping[str, str] = {
   "prefill_rows": "set token_budget, the number of prompt tokens per step.",
   "prefill_tokens": "set token_budget, the number of prompt tokens per step.",
   "live_buckets": "context lengths are chosen by the engine. Delete the setting.",
   "prefix_rows": "prompts share pages of the cache, whose size is cache_tokens. Delete the setting.",
 }
+"""Fields of earlier versions, with what to do instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class EngineConfig:
   raises."""
 
   def __new__(cls, *_: object, **settings: object) -> EngineConfig:
-    for name, instead in _REMOVED.items():
+    for name, instead in REMOVED_FIELDS.items():
       if name in settings:
         raise TypeError(f"EngineConfig has no field {name!r} any more: {instead}")
     return super().__new__(cls)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from sao_jax.rollout.engine import windows
+from sao_jax.rollout.engine import ragged, windows
 from sao_jax.rollout.engine.cache_manager import NULL_PAGE
 from sao_jax.rollout.engine.config import bucket, context_buckets
 from sao_jax.types import Cache, CachedPolicy, Params
@@ -28,6 +28,9 @@ class StepSpec:
   """Static settings of the compiled programs. Runners with equal specs share their programs."""
 
   model: CachedPolicy
+  use_pages: bool | None = None
+  """Whether attention reads the pages themselves (`ragged`), or contiguous copies (`windows`). None: pages on TPUs, if
+  the model has that form."""
   chunk_steps: int
   """Maximum number of tokens sampled per row and step."""
   temperature: float
@@ -36,6 +39,13 @@ class StepSpec:
   """Token ids that end an action."""
   top_p: float = 1.0
   """Nucleus mass, in (0, 1]. Log-probs are those of the truncated distribution."""
+
+  @property
+  def reads_pages(self) -> bool:
+    """`use_pages`, or its default."""
+    if self.use_pages is not None:
+      return self.use_pages
+    return self.model.paged is not None and jax.default_backend() == "tpu"
 
 
 class Row(NamedTuple):
@@ -160,7 +170,9 @@ class ModelRunner:
     self._page_size = page_size
     self._prepared = prepared or PreparedWeights(spec)
     self._buckets = buckets or context_buckets(max_pages, page_size)
-    self._time_axes = windows.time_axes(spec.model, self._num_pages, page_size)
+    self._max_pages = max_pages
+    self._max_tokens = num_slots + token_budget
+    self._time_axes = () if spec.reads_pages else windows.time_axes(spec.model, self._num_pages, page_size)
     self._width = min(page_size, windows.BLOCK)
     counts = {max(token_budget // self._width // n, 1) for n in (1, 4)}
     self._block_counts = tuple(sorted({_round_up(n, multiple) for n in counts}))
@@ -174,7 +186,11 @@ class ModelRunner:
     self.flush()
     self._cache = None  # frees the old one first
     with dispatching(self._spec.model):
-      self._cache = _empty(model=self._spec.model, num_pages=self._num_pages, page_size=self._page_size)
+      self._cache = (
+        ragged.empty(model=self._spec.model.paged, num_pages=self._num_pages, page_size=self._page_size)
+        if self._spec.reads_pages
+        else _empty(model=self._spec.model, num_pages=self._num_pages, page_size=self._page_size)
+      )
 
   def close(self) -> None:
     """Ends the thread."""
@@ -193,6 +209,9 @@ class ModelRunner:
       key: threefry key of the sampling noise.
     """
     assert len(rows) <= self._num_slots
+    if self._spec.reads_pages:
+      columns = np.array([i if row.budget else -1 for i, row in enumerate(rows)], np.int32)
+      return RunningStep(columns, self._ragged_step(params, rows, key))
     blocks = windows.blocks_of(rows, self._width)
     for i in range(0, len(blocks), self._block_counts[-1]):
       self._prefill(params, rows, blocks[i : i + self._block_counts[-1]])
@@ -267,6 +286,15 @@ class ModelRunner:
     It is 1 on a mesh, where sorting would move rows between shards, and for an odd number of slots.
     """
     return 1 if self._spec.model.placement is not None or self._num_slots % 2 else 2
+
+  def _ragged_step(self, params: Params, rows: Sequence[Row], key: jax.Array) -> Future[jax.Array]:
+    tokens, packed = ragged.pack(
+      rows, num_slots=self._num_slots, num_tokens=self._max_tokens, max_pages=self._max_pages,
+      page_size=self._page_size,
+    )  # fmt: skip
+    return self._run(
+      lambda cache: ragged.step(params, cache, self._put(tokens), self._put(packed), key, spec=self._spec)
+    )
 
   def _prefill(self, params: Params, rows: Sequence[Row], blocks: Sequence[windows.Block]) -> None:
     num_pages = bucket(self._buckets, max(-(-(block.start + block.size) // self._page_size) for block in blocks))

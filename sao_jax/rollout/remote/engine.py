@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import functools
 import logging
 import pathlib
@@ -12,7 +11,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +23,10 @@ from sao_jax.rollout.episodes import Episode, EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.failures import FailureLog
 from sao_jax.rollout.remote.client import ServerClient
 from sao_jax.rollout.remote.config import RemoteConfig
+from sao_jax.rollout.remote.event_loop import BusyClock, LoopThread
 from sao_jax.rollout.remote.protocols import VLLM, Sampling, SGLang
+from sao_jax.rollout.remote.server_info import ServerInfo, check_server_info
+from sao_jax.rollout.remote.weight_check import WeightCheck
 from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.rollout.workers import Task, Workers
 from sao_jax.types import Ended, EnvironmentFactory, Params, Tokenizer, Trajectory
@@ -48,9 +50,9 @@ class RemoteEngine:
   log-prob that the server reported, and the version that the server named. Keys and values are always those of the new
   weights.
 
-  If the server fails or restarts, episodes wait and none is lost: a request is retried until
-  `RemoteConfig.max_attempts` are used up, which ends the run with an error. A response without the data that a
-  trajectory needs fails its episode, with kind "bad_response".
+  If the server fails or restarts, episodes wait and none is lost: a request is retried for `RemoteConfig.wait_s`
+  seconds, after which the run ends with an error. A response without the data that a trajectory needs fails its
+  episode, with kind "bad_response".
 
   The settings in `EngineConfig` for the device (chunks, prefill, buckets, cache) are ignored.
 
@@ -61,9 +63,11 @@ class RemoteEngine:
     tokenizer: its `encode` and `decode` are called on the environment threads.
     config: settings.
     seed: seed of all sampling noise.
+    check: checks the server's log-probs after every weight update; None: they are not checked.
 
   Raises:
-    ValueError: the server has no URL or weights folder, or cannot return log-probs at this temperature or `top_p`.
+    ValueError: the server has no URL or weights folder, or cannot return log-probs at this `top_p`. `generate` and
+      `run` raise it for a server whose settings do not fit (`server_info.check_server_info`).
   """
 
   def __init__(
@@ -75,14 +79,10 @@ class RemoteEngine:
     tokenizer: Tokenizer,
     config: EngineConfig,
     seed: int = 0,
+    check: WeightCheck | None = None,
   ):
     if remote.url is None or remote.weights_dir is None:
       raise ValueError(f"RemoteConfig.url and weights_dir must be given; received {remote.url}, {remote.weights_dir}.")
-    if remote.protocol == "vllm" and config.temperature != 1.0:
-      raise ValueError(
-        "EngineConfig.temperature must be 1 with RemoteConfig.protocol 'vllm', whose log-probs are those of the "
-        f"distribution before the temperature by default; received {config.temperature}."
-      )
     if config.top_p != 1.0:
       raise ValueError(
         "EngineConfig.top_p must be 1 with a RemoteConfig: the servers' log-probs are by default those of the "
@@ -102,8 +102,14 @@ class RemoteEngine:
     self._idle: list[EnvironmentHolder] = []
     self._abandoned: set[EnvironmentHolder] = set()
     """Environments whose call hangs; its thread closes them when it returns."""
-    self._loop = _LoopThread()
-    self._client = ServerClient(remote, SGLang() if remote.protocol == "sglang" else VLLM(), self._sampling)
+    self._loop = LoopThread()
+    self._check = check
+    protocol = SGLang() if remote.protocol == "sglang" else VLLM(remote.reload_method)
+    fits = functools.partial(
+      check_server_info, protocol=remote.protocol, max_len=config.max_len, temperature=config.temperature,
+      send_seed=remote.send_seed,
+    )  # fmt: skip
+    self._client = ServerClient(remote, protocol, self._sampling, fits)
     self._newest: tuple[Params, int] | None = None
     """Weights and version that the server has."""
     self._folders: collections.deque[pathlib.Path] = collections.deque()
@@ -111,7 +117,7 @@ class RemoteEngine:
     self._driving = threading.Lock()
     self._counts = collections.Counter[str]()
     self._failures = FailureLog(config.max_failed_share)
-    self._busy = _BusyClock()
+    self._busy = BusyClock()
 
   def generate(
     self,
@@ -145,7 +151,7 @@ class RemoteEngine:
     """Totals since this object was made; `busy_seconds` is the time during which the server had a request."""
     names = (
       "tokens_generated", "server_requests", "episodes_started", "episodes_finished", "failed_episodes",
-      "reset_retries", "weight_updates",
+      "reset_retries", "weight_updates", "checked_versions",
     )  # fmt: skip
     return {
       **{name: self._counts[name] for name in names},
@@ -153,6 +159,11 @@ class RemoteEngine:
       "failed_by_kind": dict(self._failures.by_kind),
       "busy_seconds": self._busy.seconds,
     }
+
+  @property
+  def server_info(self) -> ServerInfo | None:
+    """The server's settings, as read before its first update."""
+    return self._client.info
 
   def close(self) -> None:
     """Closes environments and connections, and removes the weight folders.
@@ -242,10 +253,17 @@ class RemoteEngine:
     self._counts["weight_updates"] += self._newest is not None
     folder = self._folder / f"version-{version}-{time.time_ns()}"
     self._save_weights(params, folder)
+    _make_readable(folder)
     self._folders.append(folder)
     self._loop.call(self._client.publish(folder, version), stop=stop)
+    if self._check is not None:
+      checking = self._check.run(
+        self._client, params, version, vocab_size=self._tokenizer.vocab_size, seed=self._seed
+      )
+      self._loop.call(checking, stop=stop)
     if stop is not None and stop.is_set():
       return  # the update may not have ended
+    self._counts["checked_versions"] += self._check is not None
     self._newest = params, version
     while len(self._folders) > _KEPT_VERSIONS:
       shutil.rmtree(self._folders.popleft())
@@ -346,94 +364,8 @@ class RemoteEngine:
       self._abandoned.add(holder)
 
 
-class _BusyClock:
-  """Clock of the time during which at least one `with` block is active. Not thread-safe."""
-
-  def __init__(self) -> None:
-    self._open = 0
-    self._since = 0.0
-    self._seconds = 0.0
-
-  @property
-  def seconds(self) -> float:
-    return self._seconds + (time.perf_counter() - self._since if self._open else 0.0)
-
-  def __enter__(self) -> None:
-    if not self._open:
-      self._since = time.perf_counter()
-    self._open += 1
-
-  def __exit__(self, *_: object) -> None:
-    self._open -= 1
-    if not self._open:
-      self._seconds += time.perf_counter() - self._since
-
-
-class _LoopThread:
-  """Event loop on its own thread."""
-
-  def __init__(self) -> None:
-    self._loop = asyncio.new_event_loop()
-    self._tasks: set[asyncio.Task[None]] = set()
-    self._thread = threading.Thread(target=self._loop.run_forever, name="sao_jax-remote", daemon=True)
-    self._thread.start()
-
-  def start(
-    self,
-    coroutine: Coroutine[Any, Any, Trajectory],
-    request: EpisodeRequest,
-    outcomes: queue.SimpleQueue[tuple[EpisodeRequest, Trajectory | BaseException]],
-  ) -> None:
-    """Starts an episode; its result or exception is put into `outcomes`."""
-
-    async def episode() -> None:
-      try:
-        outcomes.put((request, await coroutine))
-      except Exception as error:  # noqa: BLE001 (raised by `_drive`)
-        outcomes.put((request, error))
-
-    def begin() -> None:
-      task = self._loop.create_task(episode())
-      self._tasks.add(task)
-      task.add_done_callback(self._tasks.discard)
-
-    self._loop.call_soon_threadsafe(begin)
-
-  def call(
-    self, coroutine: Coroutine[Any, Any, _T], *, stop: threading.Event | None = None, timeout: float | None = None
-  ) -> _T | None:
-    """Runs a coroutine and waits for its result; None if `stop` was set first.
-
-    Raises:
-      TimeoutError: it took longer than `timeout` seconds; the coroutine is cancelled.
-    """
-    future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-    while stop is not None and not future.done():
-      if stop.wait(_POLL_S):
-        future.cancel()
-        return None
-    try:
-      return future.result(timeout)
-    except TimeoutError:
-      future.cancel()
-      raise
-
-  def cancel_all(self) -> None:
-    """Cancels all episodes."""
-    if self._loop.is_closed():
-      return
-
-    async def cancel() -> None:
-      tasks = list(self._tasks)
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
-
-    self.call(cancel())
-
-  def close(self) -> None:
-    """Stops the thread."""
-    self._loop.call_soon_threadsafe(self._loop.stop)
-    self._thread.join(_CLOSE_S)
-    with contextlib.suppress(RuntimeError):  # still running: its thread is a daemon
-      self._loop.close()
+def _make_readable(folder: pathlib.Path) -> None:
+  """Lets a server that runs as another user read the weights."""
+  folder.chmod(0o755)
+  for path in folder.iterdir():
+    path.chmod(0o644)

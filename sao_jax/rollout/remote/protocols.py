@@ -3,7 +3,7 @@
 Both return the sampled ids and the log-prob of each. A response does not show under which distribution: that depends on
 the server's settings. SGLang's log-probs are those of the tempered distribution, unless SGLANG_RETURN_ORIGINAL_LOGPROB
 is set. vLLM's are so only with `--logprobs-mode processed_logprobs`. Its endpoints for weights need
-VLLM_SERVER_DEV_MODE=1.
+VLLM_SERVER_DEV_MODE=1; its endpoint for token ids, whose responses name the weights, needs `--enable-scale-out`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from sao_jax.rollout.remote.server_info import TOKENS_PATH, ServerInfo
 from sao_jax.types import LOGP_ROUNDING
 
 Call: TypeAlias = tuple[str, dict[str, Any]]
@@ -66,8 +67,17 @@ class ServerProtocol(Protocol):
   label_path: str
   """Path whose GET returns `{"weight_version": label}`."""
 
-  def generate_call(self, prompt: Sequence[int], *, max_tokens: int, seed: int, sampling: Sampling) -> Call:
-    """Returns the call that generates one completion."""
+  @property
+  def names_weights(self) -> bool:
+    """Whether responses have the label of their weights."""
+    ...
+
+  def use(self, info: ServerInfo) -> None:
+    """Chooses the endpoints that the server has."""
+    ...
+
+  def generate_call(self, prompt: Sequence[int], *, max_tokens: int, seed: int | None, sampling: Sampling) -> Call:
+    """Returns the call that generates one completion; without a `seed`, the server's noise decides."""
     ...
 
   def parse_response(self, response: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
@@ -79,23 +89,41 @@ class ServerProtocol(Protocol):
     ...
 
   def update_calls(self, directory: pathlib.Path, label: str) -> list[Call]:
-    """Returns the calls that pause the server, load and label weights, and resume it, in this order."""
+    """Returns the call that pauses the server, then those that load and label weights and resume it."""
     ...
 
 
 class VLLM:
-  """vLLM's completions endpoint, and its development endpoints for weights."""
+  """vLLM's endpoints for completions, and its development endpoints for weights.
+
+  Args:
+    reload_method: method of the workers that loads weights.
+  """
 
   label_path = "/weight_info"
 
-  def generate_call(self, prompt: Sequence[int], *, max_tokens: int, seed: int, sampling: Sampling) -> Call:
+  def __init__(self, reload_method: str = "reload_weights"):
+    self._reload_method = reload_method
+    self._has_tokens_endpoint = False
+
+  @property
+  def names_weights(self) -> bool:
+    return self._has_tokens_endpoint
+
+  def use(self, info: ServerInfo) -> None:
+    self._has_tokens_endpoint = info.has_tokens_endpoint
+
+  def generate_call(self, prompt: Sequence[int], *, max_tokens: int, seed: int | None, sampling: Sampling) -> Call:
     # Names every setting for which the server may have its own default (from generation_config.json).
-    return "/v1/completions", {
-      "prompt": list(prompt), "max_tokens": max_tokens, "temperature": sampling.temperature, "seed": seed, "n": 1,
+    settings = {
+      "max_tokens": max_tokens, "temperature": sampling.temperature, "n": 1, "logprobs": 0,
       "stop_token_ids": list(sampling.stop_ids), "ignore_eos": True, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-      "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logprobs": 0,
-      "return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False,
-    }  # fmt: skip
+      "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+    } | ({} if seed is None else {"seed": seed})  # fmt: skip
+    if self._has_tokens_endpoint:
+      return TOKENS_PATH, {"token_ids": list(prompt), "sampling_params": {**settings, "detokenize": False}}
+    as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
+    return "/v1/completions", {"prompt": list(prompt), **settings, **as_ids}
 
   def parse_response(self, response: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
     if _is_empty_abort(*_vllm_parts(response)):
@@ -107,15 +135,28 @@ class VLLM:
     if (echo := _field(choice, "prompt_token_ids", list, optional=True)) is not None and echo != list(prompt):
       raise BadResponseError(f"prompt_token_ids must be the {len(prompt)} ids sent; received {len(echo)} other ids.")
     logprobs = _field(choice, "logprobs", dict, optional=True)
-    logp = None if logprobs is None else _field(logprobs, "token_logprobs", list, optional=True)
     tokens = _field(choice, "token_ids", list)
     finish = _field(choice, "finish_reason", str)
-    return _checked(tokens, logp, finish, None, max_tokens=max_tokens, sampling=sampling)
+    label = _vllm_label(choice)
+    if logprobs is None or "content" not in logprobs:
+      logp = None if logprobs is None else _field(logprobs, "token_logprobs", list, optional=True)
+      return _checked(tokens, logp, finish, label, max_tokens=max_tokens, sampling=sampling)
+    # The response of the endpoint for token ids.
+    usage = _field(response, "usage", dict, optional=True)
+    if (length := _get(usage, "prompt_tokens")) is not None and length != len(prompt):
+      raise BadResponseError(f"prompt_tokens must be {len(prompt)}, as sent; received {length!r:.80}.")
+    entries = _field(logprobs, "content", list)
+    done = _checked(
+      tokens, [_get(x, "logprob") for x in entries], finish, label, max_tokens=max_tokens, sampling=sampling
+    )
+    if [_get(x, "token_id") for x in entries] != tokens:
+      raise BadResponseError("logprobs.content and token_ids must have the same token ids; they differ.")
+    return done
 
   def update_calls(self, directory: pathlib.Path, label: str) -> list[Call]:
     return [
       ("/pause?mode=abort", {}),
-      ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}),
+      ("/collective_rpc", {"method": self._reload_method, "kwargs": {"weights_path": str(directory)}}),
       ("/update_weight_version", {"new_version": label}),
       ("/resume", {}),
     ]
@@ -125,16 +166,20 @@ class SGLang:
   """SGLang's native endpoints."""
 
   label_path = "/model_info"
+  names_weights = True
 
-  def generate_call(self, prompt: Sequence[int], *, max_tokens: int, seed: int, sampling: Sampling) -> Call:
+  def use(self, info: ServerInfo) -> None:
+    del info  # there is one endpoint
+
+  def generate_call(self, prompt: Sequence[int], *, max_tokens: int, seed: int | None, sampling: Sampling) -> Call:
+    settings = {
+      "max_new_tokens": max_tokens, "temperature": sampling.temperature, "n": 1,
+      "stop_token_ids": list(sampling.stop_ids), "ignore_eos": True, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+      "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "no_stop_trim": True,
+      "skip_special_tokens": False,
+    } | ({} if seed is None else {"sampling_seed": seed})  # fmt: skip
     return "/generate", {
-      "input_ids": list(prompt), "return_logprob": True, "stream": False,
-      "sampling_params": {
-        "max_new_tokens": max_tokens, "temperature": sampling.temperature, "sampling_seed": seed, "n": 1,
-        "stop_token_ids": list(sampling.stop_ids), "ignore_eos": True, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
-        "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "no_stop_trim": True,
-        "skip_special_tokens": False,
-      },
+      "input_ids": list(prompt), "return_logprob": True, "stream": False, "sampling_params": settings,
     }  # fmt: skip
 
   def parse_response(self, response: Any, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling) -> Generated:
@@ -169,11 +214,19 @@ def _get(container: Any, name: str) -> Any:
   return container.get(name) if isinstance(container, dict) else None
 
 
+def _vllm_label(choice: Any) -> str | None:
+  """Returns the label of a choice's tokens, or all of them in one text if there are several; None: it has none."""
+  spans = _field(choice, "weight_versions", list, optional=True)
+  if not spans:
+    return None
+  return " and ".join(dict.fromkeys(_field(span, "version", str) for span in spans))
+
+
 def _vllm_parts(response: Any) -> tuple[Any, list[Any]]:
   """Returns the finish reason, and the fields of which at least one is not empty if a token was sampled."""
   choices = _get(response, "choices")
   choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
-  logprobs = _get(_get(choice, "logprobs"), "token_logprobs")
+  logprobs = _get(_get(choice, "logprobs"), "token_logprobs") or _get(_get(choice, "logprobs"), "content")
   count = _get(_get(response, "usage"), "completion_tokens")
   tokens = choices if choice is None else _get(choice, "token_ids")
   return _get(choice, "finish_reason"), [tokens, _get(choice, "text"), logprobs, count]

@@ -6,6 +6,7 @@
     POST /collective_rpc             vLLM: method "reload_weights" only   POST /update_weights_from_disk    SGLang
     POST /update_weight_version      vLLM                                 POST /abort_request               SGLang
     GET  /weight_info                vLLM                                 GET  /model_info                  SGLang
+    GET  /server_info                vLLM
     GET  /v1/models, /health
 
 Unknown fields are rejected by name. There is no authentication: everyone who reaches the port may use all endpoints.
@@ -134,6 +135,7 @@ class CompletionServer:
     gets: Mapping[str, Handler] = {
       "/health": self._health,
       "/v1/models": self._models,
+      "/server_info": self._server_info,
       "/model_info": self._model_info,
       "/weight_info": self._model_info,
     }
@@ -181,6 +183,10 @@ class CompletionServer:
       "max_model_len": self._completions.config.max_len,
     }
     return web.json_response({"object": "list", "data": [model]})
+
+  async def _server_info(self, request: web.Request) -> web.Response:
+    model = {"logprobs_mode": "processed_logprobs", "max_model_len": self._completions.config.max_len}
+    return web.json_response({"vllm_config": {"model_config": model}})
 
   async def _model_info(self, request: web.Request) -> web.Response:
     return web.json_response(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 import signal
 import threading
 import time
@@ -24,9 +23,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-  root = str(pathlib.Path(__file__).parents[2])
   with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))))
+    patch.delenv("PYTHONPATH", raising=False)  # Games are found on this process's `sys.path`.
     pool = WorkerPool("sao_jax.envs.adapters._game_worker", max_workers=1, memory_bytes=1 << 28)
     yield pool
     pool.close()

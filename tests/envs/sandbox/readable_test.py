@@ -112,6 +112,21 @@ def test_only_the_packages_asked_for_are_there(way: str) -> None:
     assert "No module named 'numpy'" in session.run("import numpy")
 
 
+def test_late_imports_work_below_private_folders(
+  way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """As root, sessions run as another user, who cannot pass through the folder of a private virtual environment."""
+  package = write(tmp_path / "private" / "slow_import" / "__init__.py", "")
+  write(pathlib.Path(package).with_name("late.py"), "VALUE = 5")
+  (tmp_path / "private").chmod(0o700)
+  found = {"slow_import": os.path.dirname(package)}
+  monkeypatch.setattr(_readable, "_find_packages", lambda names, packages: packages.update(found) or ["slow_import"])
+  with make_tool(way, packages=("slow_import",)) as tool, tool.session() as session:
+    assert session.run("import slow_import.late\nslow_import.late.VALUE") == "5\n"
+    assert session.run("import colorsys, encodings.cp1252\ncolorsys.rgb_to_hsv(0, 0, 1)[2]") == "1\n"
+    assert "error" in session.run(f"open({package!r}, 'w')").lower()
+
+
 def test_a_package_that_is_not_installed_is_an_error_when_the_tool_is_made() -> None:
   for name in ("nothing-of-this-name", "Nothing_Of.This_Name"):
     with pytest.raises(MissingExtraError, match=f"packages names '{name}', which is not installed"):

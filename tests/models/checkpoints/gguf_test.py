@@ -1,4 +1,4 @@
-"""GGUF files written with the `gguf` package from the llama fixture."""
+"""GGUF files written with the `gguf` package from the fixtures of llama and qwen2."""
 
 from __future__ import annotations
 
@@ -39,37 +39,39 @@ def _interleave(rows: np.ndarray, heads: int) -> np.ndarray:
 def _write(
   path: pathlib.Path,
   *,
+  architecture: str = "llama",
+  head_dim: int = 16,
   quantized: bool = False,
   divisors: np.ndarray | None = None,
   theta: float = 1e5,
   tokens: dict[str, int] | None = None,
   **extra: Any,
 ) -> None:
-  tensors = safetensors.numpy.load_file(FIXTURES / "llama" / "model.safetensors")
-  writer = gguf.GGUFWriter(path, "llama")
+  tensors = safetensors.numpy.load_file(FIXTURES / architecture / "model.safetensors")
+  writer = gguf.GGUFWriter(path, architecture)
   writer.add_block_count(2)
   writer.add_context_length(512)
   writer.add_embedding_length(32)
   writer.add_feed_forward_length(80)
   writer.add_head_count(4)
   writer.add_head_count_kv(2)
-  writer.add_key_length(16)
-  writer.add_rope_dimension_count(16)
+  writer.add_key_length(head_dim)
+  writer.add_rope_dimension_count(head_dim)
   writer.add_rope_freq_base(theta)
   writer.add_layer_norm_rms_eps(1e-6)
   for name, number in (tokens or {}).items():
     writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
   for name, value in extra.items():
-    writer.add_float32("llama." + name.replace("__", "."), value)
+    writer.add_float32(f"{architecture}." + name.replace("__", "."), value)
   if divisors is not None:
     writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
   for name, value in tensors.items():
     short = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(name)
     if short is None:
-      _, _, layer, module = name.removesuffix(".weight").split(".", 3)
-      short = f"blk.{layer}.{_NAMES[module]}.weight"
+      _, _, layer, module = name.rsplit(".", 1)[0].split(".", 3)
+      short = f"blk.{layer}.{_NAMES[module]}.{name.rsplit('.', 1)[1]}"
       heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(module)
-      value = _interleave(value, heads) if heads else value
+      value = _interleave(value, heads) if heads and architecture == "llama" else value
     if quantized and value.ndim == 2 and value.shape[1] % 32 == 0:
       kind = gguf.GGMLQuantizationType.Q8_0
       writer.add_tensor(short, gguf.quants.quantize(value, kind), raw_dtype=kind)
@@ -81,10 +83,11 @@ def _write(
   writer.close()
 
 
-def test_equals_the_safetensors_model(tmp_path: pathlib.Path) -> None:
-  _write(tmp_path / "model.gguf")
+@pytest.mark.parametrize(("architecture", "head_dim", "theta"), [("llama", 16, 1e5), ("qwen2", 8, 1e6)])
+def test_equals_the_safetensors_model(architecture: str, head_dim: int, theta: float, tmp_path: pathlib.Path) -> None:
+  _write(tmp_path / "model.gguf", architecture=architecture, head_dim=head_dim, theta=theta)
   config, params = models.load_gguf(tmp_path / "model.gguf")
-  want_config, want = models.load_hf(FIXTURES / "llama")
+  want_config, want = models.load_hf(FIXTURES / architecture)
   assert config == want_config
   jax.tree.map(np.testing.assert_array_equal, params, want)
 

@@ -17,13 +17,17 @@ import safetensors
 import safetensors.numpy
 
 from sao_jax import models
+from sao_jax.models import sparse_attention
 from sao_jax.models.checkpoints import huggingface
 from sao_jax.models.checkpoints.hf_config import config_from_hf, config_to_hf
 from sao_jax.types import Params
-from tests.models import tiny
+from tests.models import tiny, torch_ties
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
-TYPES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+TYPES = (
+  "llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "glm_moe_dsa",
+  "glm_moe_dsa_shared",
+)  # fmt: skip
 
 
 @functools.cache
@@ -58,7 +62,9 @@ def _copy(
 def test_logits_and_log_probs_equal_transformers(model_type: str) -> None:
   config, params = _loaded(model_type)
   reference = _reference(model_type)
-  logits = np.asarray(_logits(config)(params, reference["input_ids"]))
+  with pytest.MonkeyPatch.context() as patch:  # for the time of tracing, at the first call
+    patch.setattr(sparse_attention, "top_mask", torch_ties.top_mask)
+    logits = np.asarray(_logits(config)(params, reference["input_ids"]))
   np.testing.assert_allclose(logits, reference["logits"], atol=1e-4)
   logp = np.asarray(jax.nn.log_softmax(logits))[:, :-1]
   picked = np.take_along_axis(logp, reference["input_ids"][:, 1:, None], axis=-1)[..., 0]
@@ -217,6 +223,23 @@ def test_fused_experts_and_other_spellings(model_type: str, tmp_path: pathlib.Pa
     ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, "num_layers", 2),  # from 28 on
     ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "rope_theta", 7.0),
     ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}, "qk_norm", True),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, "num_layers", 2),  # from 28 on
+    ("qwen2", {"attention_bias": False, "use_mrope": False}, "attention_bias", True),  # as in transformers
+    ("qwen2", {"is_causal": True, "finetuned": True, "num_labels": 2}, "attention_out_bias", False),
+    ("deepseek_v3", {"q_lora_rank": None, "qk_head_dim": 7, "ep_size": 1, "seq_aux": True}, "q_lora_rank", 1536),
+    ("deepseek_v3", {"num_key_value_heads": None}, "num_kv_heads", 4),
+    ("deepseek_v3_yarn", {}, "attention_scale", (0.06 * np.log(8.0) + 1.0) ** 2 / np.sqrt(10.0)),
+    ("glm_moe_dsa", {"head_dim": 192, "index_share_for_mtp_iteration": True, "mlp_bias": True}, "head_dim", 8),
+    ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_only_layers", (1,)),
+    ("glm_moe_dsa", {"mlp_layer_types": None, "first_k_dense_replace": 2}, "first_dense_layers", 2),
+    ("glm_moe_dsa", {"indexer_types": None}, "indexer_types", ("full", "full", "full")),
+    ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FSF"}, "indexer_types", ("full", "shared", "full")),
+    (
+      "glm_moe_dsa",
+      {"indexer_types": None, "index_topk_freq": 4, "index_skip_topk_offset": 1},
+      "indexer_types",
+      ("full", "shared", "shared"),
+    ),
     ("llama", {"max_length": 4096, "temperature": 0.6, "top_p": 0.9, "num_beams": 1}, "num_layers", 2),
   ],
 )
@@ -232,6 +255,19 @@ def test_config_keys(model_type: str, changes: dict[str, Any], field: str, want:
 @pytest.mark.parametrize(
   ("model_type", "changes", "message"),
   [
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_kv_heads must be num_heads = 4 with latent attention; received 2"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+    ("deepseek_v3", {"index_topk": 4}, "index_topk"),
+    ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "mscale_all_dim"),
+    ("glm_moe_dsa", {"rope_interleave": False}, "rope_interleave = False"),
+    ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave = False"),
+    ("glm_moe_dsa", {"q_lora_rank": None}, "q_lora_rank must be positive with an indexer"),
+    ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "indexer_types must be 'full' in the first layer"),
+    ("glm_moe_dsa", {"indexer_types": ["full", "full"]}, "one for each of 3 layers"),
+    ("glm_moe_dsa", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    ("glm_moe_dsa", {"mlp_layer_types": ["dense", "moe", "moe"]}, "mlp_layer_types must be a list of"),
+    ("glm_moe_dsa", {"index_head_dim": 4}, "index_head_dim must be at least head_dim = 8"),
     ("llama", {"model_type": "gemma"}, "model_type must be one of"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
     ("llama", {"vocab_size": None}, "has no vocab_size"),
@@ -242,6 +278,15 @@ def test_config_keys(model_type: str, changes: dict[str, Any], field: str, want:
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}}, "mrope_section"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows are not supported"),
+    (
+      "qwen2",
+      {"use_sliding_window": True, "layer_types": None, "sliding_window": 9, "max_window_layers": 1},
+      "sliding windows are not supported; received use_sliding_window = True, sliding_window = 9",
+    ),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows are not supported"),
+    ("qwen2", {"qkv_bias": False}, "qkv_bias = False"),
+    ("qwen2", {"use_mrope": True}, "use_mrope"),
+    ("llama", {"is_causal": False}, "is_causal = False"),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, "sliding windows are not supported"),
     ("qwen3_moe", {"num_experts": 8}, "mean the same but differ"),
     ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
@@ -258,6 +303,12 @@ def test_config_keys(model_type: str, changes: dict[str, Any], field: str, want:
 def test_unsupported_switches_are_named(model_type: str, changes: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     config_from_hf(_values(model_type, **changes))
+
+
+def test_a_sliding_window_may_be_the_familys_default() -> None:
+  values = _values("qwen2", use_sliding_window=True, max_window_layers=1)
+  with pytest.raises(ValueError, match="sliding_window = 4096"):
+    config_from_hf({name: value for name, value in values.items() if name not in ("sliding_window", "layer_types")})
 
 
 def test_wrong_tensors_are_named(tmp_path: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sao_jax.models import ModelConfig, cached_policy, init_policy
 from sao_jax.rollout.engine import model_runner, windows
 from sao_jax.rollout.engine.model_runner import ModelRunner, Row, StepOutput, StepSpec
 from sao_jax.types import SlotPlacement
@@ -58,7 +59,7 @@ def test_every_program_over_several_devices_starts_in_its_turn(monkeypatch):
 
   programs = set()
   for module in (model_runner, windows):
-    for name, value in list(vars(module).items()):
+    for name, value in list(vars(module).items()):  # those of `ragged` need a policy that reads pages
       if hasattr(value, "lower") and callable(value):
         programs.add(name)
         monkeypatch.setattr(module, name, in_turn(name, value))
@@ -151,3 +152,31 @@ def test_pages_come_back_from_the_host():
 def test_a_cache_without_an_axis_of_time_is_refused():
   with pytest.raises(ValueError, match=r"one axis of max_len positions; \['x'\] has shape \(4, 3\)"):
     windows.time_axes(POLICY._replace(init_cache=lambda slots, max_len: {"x": jnp.zeros((slots, 3))}), 4, 8)
+
+
+MODEL = ModelConfig(
+  vocab_size=20, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=24
+)
+
+
+def test_both_kinds_of_attention_sample_the_same():
+  """Prompts in pieces beside rows that decode, a row that stops, and idle rows: by pages and by windows."""
+  params, rng = init_policy(MODEL, jax.random.key(0)), np.random.default_rng(0)
+  contexts = [rng.integers(3, 20, n).astype(np.int32) for n in (19, 9, 2)]
+  outputs = []
+  for use_pages in (False, True):
+    spec = StepSpec(
+      model=cached_policy(MODEL), chunk_steps=4, temperature=1.0, stop_ids=(STOP,), use_pages=use_pages
+    )
+    runner = ModelRunner(spec, num_slots=4, num_pages=12, page_size=8, max_pages=4, token_budget=16)
+    first = run(runner, params, [row(1, contexts[1]), row(0, contexts[0][:11], 0), row(2, contexts[2], 2)])
+    more = [row(1, first.tokens[3:4, 0], 100, 12), row(0, contexts[0][11:], 3, 11)]
+    outputs.append((first, run(runner, params, more)))
+    kept = runner.read_pages(PAGES[1])
+    runner.write_pages(PAGES[2], kept)
+  for windows_output, pages_output in zip(*outputs, strict=True):
+    np.testing.assert_array_equal(windows_output.num_sampled, pages_output.num_sampled)
+    for i, count in enumerate(windows_output.num_sampled):
+      np.testing.assert_array_equal(windows_output.tokens[:count, i], pages_output.tokens[:count, i])
+      np.testing.assert_allclose(windows_output.logp[:count, i], pages_output.logp[:count, i], atol=1e-5)
+  assert outputs[0][0].num_sampled.tolist() == [4, 0, 2] and outputs[0][1].num_sampled[1] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -114,6 +115,45 @@ def test_without_an_update_an_empty_response_is_a_failure(case, tmp_path):
     with pytest.raises(error, match=message):
       asyncio.run(run(client_of(fake.url, tmp_path, protocol)))
     assert len(fake.requests) == num_requests
+
+
+def test_a_server_that_stays_away_ends_the_run_after_some_seconds(tmp_path):
+  sampling = Sampling(vocab_size=VOCAB, stop_ids=(STOP,), temperature=1.0)
+
+  async def publish(url):
+    client = ServerClient(RemoteConfig(url=url, weights_dir=str(tmp_path), wait_s=0.5), SGLang(), sampling)
+    try:
+      await client.publish(tmp_path, 0)
+    finally:
+      await client.close()
+
+  with FakeServer(None) as fake:
+    url = fake.url
+  began = time.monotonic()
+  with pytest.raises(ServerError, match=r"failed for RemoteConfig\.wait_s = 0\.5 s; the last time: .*/v1/models"):
+    asyncio.run(publish(url))
+  assert time.monotonic() - began >= 0.5
+
+
+def test_one_question_for_the_label_answers_for_many_completions(tmp_path):
+  class Slow(FakeServer):
+    asked = 0
+
+    def serve(self, handler, body):
+      if handler.path == "/weight_info":
+        self.asked += 1
+        time.sleep(0.3)
+      return super().serve(handler, body)
+
+  async def run(client):
+    await client.publish(tmp_path, 0)
+    done = await asyncio.gather(*(client.generate(PROMPT, max_tokens=4, seed=i) for i in range(20)))
+    await client.close()
+    return done
+
+  with Slow(lambda count, body, label: (200, good_vllm(body, label))) as fake:
+    done = asyncio.run(run(client_of(fake.url, tmp_path, "vllm")))
+  assert [version for _, version in done] == [0] * 20 and len(fake.requests) == 20 and fake.asked <= 5
 
 
 @pytest.mark.parametrize("protocol", ["sglang", "vllm"])

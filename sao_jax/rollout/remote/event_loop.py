@@ -1,0 +1,112 @@
+"""Event loop on a thread, on which the episodes of a `RemoteEngine` run, and a clock of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.types import Trajectory
+
+_T = TypeVar("_T")
+
+_POLL_S = 0.02
+_CLOSE_S = 10.0
+
+
+class BusyClock:
+  """Clock of the time during which at least one `with` block is active. Not thread-safe."""
+
+  def __init__(self) -> None:
+    self._open = 0
+    self._since = 0.0
+    self._seconds = 0.0
+
+  @property
+  def seconds(self) -> float:
+    return self._seconds + (time.perf_counter() - self._since if self._open else 0.0)
+
+  def __enter__(self) -> None:
+    if not self._open:
+      self._since = time.perf_counter()
+    self._open += 1
+
+  def __exit__(self, *_: object) -> None:
+    self._open -= 1
+    if not self._open:
+      self._seconds += time.perf_counter() - self._since
+
+
+class LoopThread:
+  """Event loop on its own thread."""
+
+  def __init__(self) -> None:
+    self._loop = asyncio.new_event_loop()
+    self._tasks: set[asyncio.Task[None]] = set()
+    self._thread = threading.Thread(target=self._loop.run_forever, name="sao_jax-remote", daemon=True)
+    self._thread.start()
+
+  def start(
+    self,
+    coroutine: Coroutine[Any, Any, Trajectory],
+    request: EpisodeRequest,
+    outcomes: queue.SimpleQueue[tuple[EpisodeRequest, Trajectory | BaseException]],
+  ) -> None:
+    """Starts an episode; its result or exception is put into `outcomes`."""
+
+    async def episode() -> None:
+      try:
+        outcomes.put((request, await coroutine))
+      except Exception as error:  # noqa: BLE001 (raised by `_drive`)
+        outcomes.put((request, error))
+
+    def begin() -> None:
+      task = self._loop.create_task(episode())
+      self._tasks.add(task)
+      task.add_done_callback(self._tasks.discard)
+
+    self._loop.call_soon_threadsafe(begin)
+
+  def call(
+    self, coroutine: Coroutine[Any, Any, _T], *, stop: threading.Event | None = None, timeout: float | None = None
+  ) -> _T | None:
+    """Runs a coroutine and waits for its result; None if `stop` was set first.
+
+    Raises:
+      TimeoutError: it took longer than `timeout` seconds; the coroutine is cancelled.
+    """
+    future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    while stop is not None and not future.done():
+      if stop.wait(_POLL_S):
+        future.cancel()
+        return None
+    try:
+      return future.result(timeout)
+    except TimeoutError:
+      future.cancel()
+      raise
+
+  def cancel_all(self) -> None:
+    """Cancels all episodes."""
+    if self._loop.is_closed():
+      return
+
+    async def cancel() -> None:
+      tasks = list(self._tasks)
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+
+    self.call(cancel())
+
+  def close(self) -> None:
+    """Stops the thread."""
+    self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join(_CLOSE_S)
+    with contextlib.suppress(RuntimeError):  # still running: its thread is a daemon
+      self._loop.close()

@@ -1,0 +1,182 @@
+"""The memory that a run needs on each device, computed from shapes, against what there is.
+
+`check` counts what a run holds for certain, so that what it refuses could not have run. `activations` is a rough
+estimate on top, for the choice of lengths in `defaults`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from sao_jax import models, parallel
+from sao_jax.learner import LearnerState, init_state, partition
+from sao_jax.learner.config import LearnerConfig
+from sao_jax.models.config import ModelConfig
+from sao_jax.parallel.axes import ROWS
+from sao_jax.parallel.engine_weights import cast_for_engine
+from sao_jax.parallel.rules import CACHE_RULES, ENGINE_RULES, RULES, Rule
+from sao_jax.training.config import RunConfig
+from sao_jax.types import Params
+
+_GB = 1e9
+_HINTS: Mapping[str, str] = {
+  "policy": "more devices along mesh.fsdp, or a smaller model",
+  "critic": "more devices along mesh.fsdp, or an algorithm without a critic",
+  "weights of the engine": "more devices along mesh.fsdp, or a smaller lag",
+  "cache of the engine": "a smaller engine.max_len or engine.num_slots, or policy.dtype=bfloat16",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+  """Shapes of what a run holds; they do not depend on the mesh."""
+
+  state: LearnerState
+  trainable_critic: Params
+
+  @classmethod
+  def of(cls, policy: ModelConfig, learner: LearnerConfig) -> Shapes:
+    """Computes them without allocating anything."""
+
+    def make() -> tuple[LearnerState, Params]:
+      params = models.init_policy(policy, jax.random.key(0))
+      critic = models.init_critic(policy, jax.random.key(0), params) if learner.uses_critic else None
+      trainable = None if critic is None else partition.split(critic, learner.frozen_critic)[0]
+      return init_state(learner, params, critic), trainable
+
+    state, trainable = jax.eval_shape(make)
+    return cls(state=state, trainable_critic=trainable)
+
+
+def needs(
+  config: RunConfig, mesh: Mesh, engine_mesh: Mesh, shapes: Shapes | None = None, *, learning: bool = True
+) -> dict[str, int]:
+  """Returns the bytes per device that a run holds for certain while it learns, by what holds them.
+
+  Gradients count once: those of policy and critic are not held at the same time. Not counted are activations, the
+  logits of a chunk, and what the compiler adds.
+
+  Args:
+    config: the run.
+    mesh: of the learner.
+    engine_mesh: of the rollout engine.
+    shapes: `Shapes.of(config.policy, config.learner)`, if known already.
+    learning: False counts only what sampling takes: the policy, its copy for the engine, and the cache.
+
+  Raises:
+    ValueError: the mesh cannot split a parameter; the message names it.
+  """
+  shapes = shapes or Shapes.of(config.policy, config.learner)
+  state = shapes.state
+  weights = _engine_weights(config, state.policy, engine_mesh)
+  if learning:
+    found = {
+      "policy": _bytes((state.policy, state.policy_opt), mesh),
+      "critic": _bytes((state.critic, state.critic_opt), mesh),
+      "gradients": max(_bytes(state.policy, mesh), _bytes(shapes.trainable_critic, mesh)),
+      # While a version is published, the engine still holds the one before.
+      "weights of the engine": weights * max(2, config.lag + 1),
+    }
+  else:
+    found = {"policy": _bytes(state.policy, mesh), "weights of the engine": weights}
+  if config.has_embedded_engines:
+    found["cache of the engine"] = _cache_bytes(config, engine_mesh)
+  return found
+
+
+def activations(config: RunConfig, mesh: Mesh) -> int:
+  """Estimates the bytes per device of a learner step's activations and of the logits of a chunk."""
+  model, learner = config.policy, config.learner
+  rows = math.ceil(learner.rows_per_microbatch / math.prod(mesh.shape[axis] for axis in ROWS))
+  tokens = rows * learner.row_length // mesh.shape["context"]
+  width = max(model.intermediate_size, model.moe_intermediate_size * model.num_experts_per_tok)
+  layer = 8 * model.hidden_size + 3 * width + 2 * model.num_heads * model.head_dim
+  kept = model.hidden_size * model.num_layers if model.remat == "full" else layer * model.num_layers
+  logits = 3 * 4 * min(tokens, learner.logprob_chunk_size) * model.vocab_size
+  return tokens * (kept + 2 * layer) * model.compute_dtype.itemsize + logits
+
+
+def available(mesh: Mesh) -> int | None:
+  """Returns the bytes that are free for each device of the mesh on this host; None where that cannot be read.
+
+  CPU devices share the host's memory.
+  """
+  devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+  if devices[0].platform == "cpu":
+    free = host_available()
+    return None if free is None else free // len(devices)
+  statistics = [device.memory_stats() or {} for device in devices]
+  if not all("bytes_limit" in found for found in statistics):
+    return None
+  return min(found["bytes_limit"] - found.get("bytes_in_use", 0) for found in statistics)
+
+
+def host_available() -> int | None:
+  """Returns the bytes of memory that this process may still use, by the kernel and by its cgroup; None if unknown."""
+  try:
+    lines = pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+  except (OSError, StopIteration):
+    return None
+  group = pathlib.Path("/sys/fs/cgroup")
+  try:
+    limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+    cached = next(int(x.split()[1]) for x in (group / "memory.stat").read_text().splitlines() if x.startswith("file "))
+  except (OSError, ValueError, StopIteration):
+    return free  # no limit that could be read
+  return free if limit == "max" else min(free, int(limit) - used + cached)
+
+
+def check(config: RunConfig, mesh: Mesh, engine_mesh: Mesh, *, learning: bool = True) -> None:
+  """Checks that the run, or sampling alone, fits before anything is allocated.
+
+  Raises:
+    ValueError: it does not; the message says what needs how much, and what to change.
+  """
+  found = needs(config, mesh, engine_mesh, learning=learning)
+  if config.rollout_mesh.placement == "split":
+    _check_devices(engine_mesh, {name: found.pop(name) for name in list(found) if name.endswith("of the engine")})
+  _check_devices(mesh, found)
+
+
+def _check_devices(mesh: Mesh, found: Mapping[str, int]) -> None:
+  free = available(mesh)
+  if free is None:
+    return
+  if (total := sum(found.values())) <= free:
+    return
+  sizes = ", ".join(f"{name} {size / _GB:.1f} GB" for name, size in found.items() if size)
+  largest = max(_HINTS, key=lambda name: found.get(name, 0))
+  device = mesh.devices.flat[0]
+  where = "of the host's memory is free for it" if device.platform == "cpu" else f"is free on {device.device_kind}"
+  raise ValueError(
+    f"this run does not fit: it needs at least {total / _GB:.1f} GB on each of {mesh.size} devices, and "
+    f"{free / _GB:.1f} GB {where}. In detail: {sizes}. The largest part that a setting changes is the {largest}: use "
+    f"{_HINTS[largest]}."
+  )
+
+
+def _engine_weights(config: RunConfig, policy: Params, mesh: Mesh) -> int:
+  if config.has_embedded_engines:
+    policy = jax.eval_shape(functools.partial(cast_for_engine, dtype=config.policy.compute_dtype), policy)
+  return _bytes(policy, mesh, RULES if config.rollout_mesh.follows_learner else ENGINE_RULES)
+
+
+def _bytes(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> int:
+  """Returns the bytes of a tree's shards on one device."""
+  places = parallel.shardings_for(tree, mesh, rules)
+  sizes = jax.tree.map(lambda x, place: math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize, tree, places)
+  return sum(jax.tree.leaves(sizes))
+
+
+def _cache_bytes(config: RunConfig, mesh: Mesh) -> int:
+  make = models.cached_policy(config.policy).init_cache
+  return _bytes(jax.eval_shape(lambda: make(config.engine.num_slots, config.engine.max_len)), mesh, CACHE_RULES)
