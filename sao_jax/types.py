@@ -170,7 +170,9 @@ class Step:
   truncated: bool = False
   """With `done`: the episode was cut off (out of turns or time) rather than finished."""
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Values to log. Success rates count `success` (bool); by default, an episode with a reward > 0."""
+  """Values to log. Success rates count `success` (bool); by default, an episode with a reward > 0. Other numbers and
+  bools become metrics: the mean over episodes of each one's last value, as `env/NAME`, or as `reward/NAME` if the name
+  begins so."""
 
 
 @runtime_checkable
@@ -243,6 +245,8 @@ class Trajectory:
   success: bool
   text: str = ""
   """Readable form, for samples written to disk; may be empty."""
+  info: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  """The environment's own numbers: the last value of each in `Step.info`, `success` left out."""
 
   def __post_init__(self) -> None:
     length = self.tokens.shape[0] if self.tokens.ndim == 1 else -1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from sao_jax.rollout.engine.engine import RolloutEngine
 from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.rollout.failures import TooManyFailuresError, by_count
 from sao_jax.training.intervals import bootstrap_interval, wilson_interval
 from sao_jax.training.multi_process import MultiProcessRollouts
 from sao_jax.types import Domain, Environment, Params, Step, Trajectory
@@ -32,8 +34,16 @@ class Evaluation:
   turns_mean: float
   """Mean number of actions; NaN if all episodes failed."""
   failed: int
-  """Number of failed episodes (an environment that raised, say). They count as not solved."""
+  """Number of failed episodes (an environment that raised, say). They are among the `n`, and not solved."""
   trajectories: tuple[Trajectory, ...]
+  reward_mean: float = math.nan
+  """Mean reward of the episodes that did not fail; NaN if all failed."""
+  failed_by_kind: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+  @property
+  def solved(self) -> int:
+    """Number of successful episodes."""
+    return sum(x.success for x in self.trajectories)
 
 
 class BothSplits(Environment):
@@ -85,7 +95,9 @@ def evaluate(
     EpisodeRequest(task_index=domain.num_train_tasks + i % domain.num_eval_tasks, episode_id=i, group_id=i)
     for i in range(num_episodes)
   ]
+  before = failed_by_kind(engine)
   done = tuple(engine.generate(lambda _: (params, version), requests, seed=EVALUATION_SEED))
+  failures = failed_by_kind(engine) - before
   successes = sum(x.success for x in done)
   low, high = wilson_interval(successes, num_episodes)
   return Evaluation(
@@ -96,7 +108,25 @@ def evaluate(
     turns_mean=float(np.mean([x.num_turns for x in done])) if done else math.nan,
     failed=num_episodes - len(done),
     trajectories=done,
+    reward_mean=float(np.mean([x.total_reward for x in done])) if done else math.nan,
+    failed_by_kind=dict(failures),
   )
+
+
+def failed_by_kind(engine: RolloutEngine | MultiProcessRollouts) -> collections.Counter[str]:
+  """Returns the engine's failed episodes so far, by kind. Every process must call it."""
+  counters = engine.counters() if isinstance(engine, MultiProcessRollouts) else engine.counters
+  return collections.Counter(counters["failed_by_kind"])
+
+
+def check_failures(result: Evaluation, max_failed_share: float) -> None:
+  """Raises `TooManyFailuresError` if more than `max_failed_share` of an evaluation's episodes failed."""
+  if result.failed > max_failed_share * result.n:
+    raise TooManyFailuresError(
+      f"{result.failed} of {result.n} episodes of an evaluation failed, more than EngineConfig.max_failed_share = "
+      f"{max_failed_share}, so its success rate says little. Failures by kind: {by_count(result.failed_by_kind)}. The "
+      "first of each kind is logged above."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

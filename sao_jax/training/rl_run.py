@@ -19,11 +19,12 @@ from sao_jax.io.console import Console, Stage
 from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import LearnerState
 from sao_jax.parallel.distributed import is_main_process
+from sao_jax.rollout.failures import by_count
 from sao_jax.training import config as config_lib
 from sao_jax.training import evaluation
 from sao_jax.training.components import Components
 from sao_jax.training.health import HealthCheck, RunStoppedError
-from sao_jax.training.metrics import RunLog, StepMetrics
+from sao_jax.training.metrics import RunLog, StepMetrics, environment_numbers
 from sao_jax.training.run_state import RunState
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Params, Trajectory
@@ -153,7 +154,9 @@ class RLRun:
     with self._console.stage(f"evaluation after {step} steps", 1) as bar, self._signals.interruptible():
       weights = self.parts.placement.for_engine(state.policy)
       result = evaluation.evaluate(self.parts.rollouts, self.parts.domain, weights, num_episodes=n, version=step)
-      bar.advance(note=f"success {result.success_rate:.3f}")
+      failed = f"  failed {by_count(result.failed_by_kind)}" if result.failed else ""
+      bar.advance(note=f"success {result.success_rate:.3f}{failed}")
+    evaluation.check_failures(result, self.config.engine.max_failed_share)
     self._log.evaluation(
       step,
       success_rate=result.success_rate,
@@ -161,6 +164,10 @@ class RLRun:
       eval_low=result.low,
       eval_high=result.high,
       eval_turns_mean=result.turns_mean,
+      eval_reward_mean=result.reward_mean,
+      eval_failed=result.failed,
+      **{f"eval_failed/{kind}": count for kind, count in result.failed_by_kind.items()},
+      **{f"eval_{name}": value for name, value in environment_numbers(result.trajectories).items()},
       eval_seconds=time.monotonic() - began,
     )
 
@@ -184,6 +191,10 @@ class RLRun:
       "success_before_interval": [before.get("eval_low"), before.get("eval_high")],
       "success_after": after.get("eval_success_rate"),
       "success_after_interval": [after.get("eval_low"), after.get("eval_high")],
+      "reward_before": before.get("eval_reward_mean"),
+      "reward_after": after.get("eval_reward_mean"),
+      "eval_failed_before": before.get("eval_failed"),
+      "eval_failed_after": after.get("eval_failed"),
       "n": self.config.eval_episodes,
       "seconds_total": sum(seconds.values()),
       "seconds_by_stage": seconds,
