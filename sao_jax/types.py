@@ -50,6 +50,8 @@ class PolicyOutput(NamedTuple):
   """Final hidden states (after the last norm); index `t` predicts `tokens[t + 1]`."""
   lm_head: Float[Array, "D V"]
   """The output projection; logits are `hidden @ lm_head`, in float32."""
+  num_tokens: int | None = None
+  """Ids from here on pad the vocabulary: their probability is 0 (`ops.logprobs.exclude_padding`). None: no padding."""
 
 
 @runtime_checkable
@@ -139,6 +141,9 @@ class CachedPolicy(NamedTuple):
 
   prepare: Callable[[Params], Params] = lambda params: params
   """`(params) -> prepared`: converts the weights for decoding, e.g. joins kernels; runs once per policy version."""
+
+  num_tokens: int | None = None
+  """See `PolicyOutput.num_tokens`."""
 
   placement: SlotPlacement | None = None
   """Set on a mesh (`parallel.cached_on_mesh`), where the functions above keep the cache sharded. None: JAX's default

@@ -14,7 +14,6 @@ from sao_jax.rollout.engine.config import EngineConfig
 from sao_jax.rollout.user_errors import describe
 from sao_jax.types import Ended, Step, Tokenizer, Trajectory
 
-
 _MOST_NUMBERS = 64
 """Largest number of an environment's own numbers: each is a metric."""
 

@@ -67,7 +67,9 @@ class Components:
     if self.placement.mesh.size > 1:
       # Raises for sizes that the mesh cannot split, before any work.
       self.placement.shapes(functools.partial(models.init_policy, config.policy), self.key("policy"))
-    self.policy_apply: PolicyApply = self.placement.constrain(models.policy_apply(config.policy))
+    self.policy_apply: PolicyApply = self.placement.constrain(
+      models.policy_apply(config.policy, num_tokens=num_tokens(config, domain))
+    )
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
       self.value_apply = self.placement.constrain(models.value_apply(config.policy))
@@ -215,6 +217,15 @@ class Components:
     self.close()
 
 
+def num_tokens(config: RunConfig, domain: Domain) -> int | None:
+  """Returns the number of ids that the policy can sample: the tokenizer's, where the model has padding beyond them.
+
+  None where nothing is excluded. A server samples from its whole vocabulary, and so the learner scores all of it, too.
+  """
+  size = domain.tokenizer.vocab_size
+  return size if size < config.policy.vocab_size and config.remote.url is None else None
+
+
 @contextlib.contextmanager
 def engine_with_domain(config: RunConfig, make_domain: Callable[[], Domain]) -> Iterator[Engine]:
   """Makes an engine and its own domain, for a Ray worker; both are closed at the end of the block."""
@@ -224,7 +235,7 @@ def engine_with_domain(config: RunConfig, make_domain: Callable[[], Domain]) -> 
 
 def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement) -> Engine:
   return Engine(
-    model=placement.cached_policy(models.cached_policy(config.policy)),
+    model=placement.cached_policy(models.cached_policy(config.policy, num_tokens=num_tokens(config, domain))),
     make_env=functools.partial(BothSplits, domain),
     tokenizer=domain.tokenizer,
     config=config.engine,

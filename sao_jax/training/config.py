@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, get_args
 
+from sao_jax.io.loggers import WandbMode
 from sao_jax.learner import algorithms
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
 from sao_jax.models.config import ModelConfig
@@ -99,6 +100,24 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+  """What a run writes besides `metrics.jsonl`, TensorBoard's event files and checkpoints."""
+
+  trajectories: Literal["sample", "all"] = "sample"
+  """Trajectories in `trajectories.jsonl`: four with every checkpoint, or all that were trained on."""
+  wandb_project: str | None = None
+  """Project of Weights & Biases (extra `wandb`); None: no logging there."""
+  wandb_mode: WandbMode = "online"
+  """"online", "offline" or "disabled"."""
+
+  def __post_init__(self) -> None:
+    kinds = ("sample", "all")
+    _require(self.trajectories in kinds, "logging.trajectories", self.trajectories, f"one of {', '.join(kinds)}")
+    modes = get_args(WandbMode)
+    _require(self.wandb_mode in modes, "logging.wandb_mode", self.wandb_mode, f"one of {', '.join(modes)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
   """Validated settings of a run; `ValueError` if fields are out of range or contradict each other.
 
@@ -155,6 +174,7 @@ class RunConfig:
   ones. `learner.rows_per_microbatch` and `engine.num_slots` must be multiples of data x fsdp x expert, and
   `learner.row_length` and `engine.max_len` multiples of context. Unfilled rows of a batch are padding."""
   checkpoint: CheckpointConfig = CheckpointConfig()
+  logging: LoggingConfig = LoggingConfig()
 
   def __post_init__(self) -> None:
     known = algorithms.ALGORITHMS
@@ -226,7 +246,7 @@ class RunConfig:
 
 MAY_DIFFER = frozenset({
   "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "remote", "cluster",
-  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share",
+  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share", "logging",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""
 

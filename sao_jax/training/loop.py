@@ -19,12 +19,14 @@ import jax
 
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.console import Console
+from sao_jax.io.loggers import MetricsLogger
 from sao_jax.learner import LearnerState
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.training import config as config_lib
 from sao_jax.training import stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig, Stage
+from sao_jax.training.data_checks import check_prompts
 from sao_jax.training.rl_run import RLRun
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Domain
@@ -69,6 +71,7 @@ def train(
   run_stages: Sequence[Stage] = config_lib.STAGES,
   console: Console | None = None,
   make_domain: Callable[[], Domain] | None = None,
+  loggers: Sequence[MetricsLogger] = (),
 ) -> dict[str, Any] | None:
   """Runs the recipe in a workdir, and continues from what is there.
 
@@ -79,6 +82,7 @@ def train(
     run_stages: which stages to run; those before them must have been run in this workdir.
     console: where to report.
     make_domain: makes the task again, in the processes of the engines of `config.cluster`; must be picklable.
+    loggers: further places for the metrics of RL, such as `io.loggers.CallbackLogger`; closed at the end.
 
   Returns:
     The summary that is also written to `summary.json`. None if RL was not run to its end: it was not among
@@ -101,15 +105,22 @@ def train(
       with signals.interruptible():
         parts = Components(config, domain, make_domain=make_domain)
       with parts:
+        with signals.interruptible():
+          check_prompts(config, domain)
         signals.share(parts.placement)
-        return _run_stages(parts, workdir, console, signals, run_stages)
+        return _run_stages(parts, workdir, console, signals, run_stages, loggers)
     except Interrupted:
       console.print("Stopped by a signal. The same run in the same workdir continues from here.")
       return None
 
 
 def _run_stages(
-  parts: Components, workdir: pathlib.Path, console: Console, signals: StopSignals, run_stages: Sequence[Stage]
+  parts: Components,
+  workdir: pathlib.Path,
+  console: Console,
+  signals: StopSignals,
+  run_stages: Sequence[Stage],
+  loggers: Sequence[MetricsLogger],
 ) -> dict[str, Any] | None:
   policy = stages.warm_start(parts, workdir, console, signals, run="warm_start" in run_stages)
   if set(run_stages) == {"warm_start"}:
@@ -117,7 +128,7 @@ def _run_stages(
   critic = stages.value_pretraining(parts, policy, workdir, console, signals, run="value_pretraining" in run_stages)
   if "rl" not in run_stages:
     return None
-  with RLRun(parts, workdir, console, signals) as run:
+  with RLRun(parts, workdir, console, signals, loggers) as run:
     state = run.restore_or_init(policy, critic)
     del policy, critic  # the learner's state owns copies
     run.evaluate(state, step=0)

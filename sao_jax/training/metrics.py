@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from sao_jax.io import trajectories as trajectory_io
+from sao_jax.io.loggers import MetricsLogger
 from sao_jax.io.metrics import MetricsWriter
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.rollout.schedules import RolloutSchedule
@@ -118,7 +119,8 @@ class StepMetrics:
     reward = "" if same else f"reward {row['reward_mean']:.3g}  "
     failed = f"  failed {row['failed_episodes']}" if row["failed_episodes"] else ""
     return (
-      f"{reward}success {row['success_rate']:.2f}  turns {row['turns_mean']:.1f}  staleness {row['staleness_mean']:.1f}  "
+      f"{reward}success {row['success_rate']:.2f}  turns {row['turns_mean']:.1f}  "
+      f"staleness {row['staleness_mean']:.1f}  "
       f"masked {row['dis_masked_fraction']:.2%}  EV {row['explained_variance']:.2f}  "
       f"{row['rollout_tokens_per_s']:.0f} tok/s{failed}"
     )
@@ -153,14 +155,17 @@ class RunLog:
     workdir: the run's folder.
     restored_step: see `io.metrics.MetricsWriter`.
     placement: sends results of the main process to the others.
+    loggers: further places for the metrics; closed with this object.
   """
 
-  def __init__(self, workdir: pathlib.Path, *, restored_step: int, placement: Placement):
+  def __init__(
+    self, workdir: pathlib.Path, *, restored_step: int, placement: Placement, loggers: Sequence[MetricsLogger] = ()
+  ):
     self._placement = placement
     self._metrics: MetricsWriter | None = None
     self._samples: trajectory_io.TrajectoryWriter | None = None
     if is_main_process():
-      self._metrics = MetricsWriter(workdir, restored_step=restored_step)
+      self._metrics = MetricsWriter(workdir, restored_step=restored_step, loggers=loggers)
       self._samples = trajectory_io.TrajectoryWriter(workdir, restored_step=restored_step)
 
   def evaluated(self, step: int) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console, Stage
+from sao_jax.io.loggers import MetricsLogger, WandbLogger
 from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import LearnerState
 from sao_jax.parallel.distributed import is_main_process
@@ -23,6 +24,7 @@ from sao_jax.rollout.failures import by_count
 from sao_jax.training import config as config_lib
 from sao_jax.training import evaluation
 from sao_jax.training.components import Components
+from sao_jax.training.data_checks import DataChecks
 from sao_jax.training.health import HealthCheck, RunStoppedError
 from sao_jax.training.metrics import RunLog, StepMetrics, environment_numbers
 from sao_jax.training.run_state import RunState
@@ -30,7 +32,7 @@ from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Params, Trajectory
 
 SAMPLES_PER_CHECKPOINT = 4
-"""Trajectories written to `trajectories.jsonl` with every checkpoint."""
+"""Trajectories written to `trajectories.jsonl` with every checkpoint, unless `logging.trajectories` is "all"."""
 
 
 class RLRun:
@@ -44,9 +46,19 @@ class RLRun:
     workdir: the run's folder.
     console: where to report.
     signals: ask the run to save and end.
+    loggers: further places for the metrics; closed at the end.
   """
 
-  def __init__(self, parts: Components, workdir: pathlib.Path, console: Console, signals: StopSignals):
+  def __init__(
+    self,
+    parts: Components,
+    workdir: pathlib.Path,
+    console: Console,
+    signals: StopSignals,
+    loggers: Sequence[MetricsLogger] = (),
+  ):
+    self._loggers = tuple(loggers)
+    self._checks = DataChecks(getattr(parts.domain.tokenizer, "control_ids", ()))
     self.parts = parts
     self.config = parts.config
     self.schedule, self.weights = parts.make_schedule(on_wait=signals.check_local)
@@ -75,7 +87,13 @@ class RLRun:
         f"num_steps must be at least {self._start}, the step of the newest checkpoint in {self._workdir}; received "
         f"{self.config.num_steps}."
       )
-    log = RunLog(self._workdir, restored_step=self._start, placement=self.parts.placement)
+    settings, loggers = self.config.logging, self._loggers
+    if settings.wandb_project is not None and is_main_process():
+      config = config_lib.to_json(self.config)
+      wandb = WandbLogger(self._workdir, project=settings.wandb_project, mode=settings.wandb_mode, config=config)
+      loggers = (*loggers, wandb)
+    placement = self.parts.placement
+    log = RunLog(self._workdir, restored_step=self._start, placement=placement, loggers=loggers)
     self._log = self._stack.enter_context(contextlib.closing(log))
     return state
 
@@ -132,12 +150,16 @@ class RLRun:
     Raises:
       RunStoppedError: too many updates in a row were skipped; the run is saved.
     """
-    found = self._health.record(step, state, trajectories, metrics)
+    found = self._health.record(step, state, trajectories, metrics) | self._checks.record(trajectories)
     row = self._metrics.row(step, trajectories, {**metrics, **found}, self.schedule)
     self._log.step(step, row)
     self._bar.advance(note=self._metrics.note(row))
-    if step % self.config.checkpoint.every_steps == 0 or step == self.config.num_steps:
+    saved = step % self.config.checkpoint.every_steps == 0 or step == self.config.num_steps
+    if self.config.logging.trajectories == "all":
+      self._log.samples(step, trajectories)
+    elif saved:
       self._log.samples(step, trajectories[:SAMPLES_PER_CHECKPOINT])
+    if saved:
       self._state.save(step, state, metric=row["success_rate"])
     try:
       self._health.check()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry_2x32
 
+from sao_jax.ops.logprobs import exclude_padding
 from sao_jax.rollout.engine.nucleus import nucleus
 from sao_jax.types import Cache, CachedPolicy, Params, Window
 
@@ -202,6 +203,7 @@ def _decode(
     i, window, state, tokens_out, logp_out = carry
     hidden, window = model.step(prepared, window, state.token, i)
     logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / spec.temperature
+    logits = exclude_padding(logits, model.num_tokens)
     if spec.top_p < 1.0:
       logits = nucleus(logits, top_p=spec.top_p)
     tokens, logp = sample_tokens(logits, noise[i])
