@@ -157,9 +157,10 @@ def math(
     return [{**row, answer_field: answer} for row, (text, answer) in rows if (text, answer) in good]
 
   try:
-    if reward.needs_grade and not grader.is_equal("1/2", "\\boxed{0.5}"):  # a missing package is reported now
-      raise RuntimeError("the grader does not find 0.5 equal to 1/2.")
     files = {path: read(path) for path in dict.fromkeys((train, held_out))}
+    # A missing package is reported now: files of plain numbers do not need the parser, but answers do.
+    if reward.needs_grade and not grader.is_equal("1/2", "\\boxed{0.5}"):
+      raise RuntimeError("the grader does not find 0.5 equal to 1/2.")
   except Exception:
     grader.close()
     raise

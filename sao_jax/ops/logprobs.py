@@ -252,11 +252,11 @@ def _backward_chunk(
   ids: jax.Array,
   w: jax.Array,
   temperature: float,
+  num_tokens: int | None,
   logsumexp: jax.Array,
   entropy: jax.Array,
   logp_bar: jax.Array,
   entropy_bar: jax.Array,
-  num_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Cotangent of one chunk's hidden states, and the chunk's float32 share of that of lm_head.
 
@@ -299,7 +299,7 @@ def _chunked_backward(
 
   def one(chunk: tuple[jax.Array, ...]) -> _Pair:
     h_i, ids_i, *rest = chunk
-    return _backward_chunk(h_i, ids_i, w, temperature, *rest)
+    return _backward_chunk(h_i, ids_i, w, temperature, None, *rest)
 
   if h.shape[0] == 1:
     h_bar, w_bar = one(tuple(x[0] for x in per_chunk))
@@ -419,7 +419,7 @@ def _masked_backward(
     h_bars, w_bar = sums
     seen, bars = (_chunk_of(x, i) for x in (logsumexp, entropy)), (_take(x, order, i) for x in cotangents)
     rows = _take(h, order, i), _take(ids, order, i)
-    h_bar, w_share = _backward_chunk(*rows, w, settings.temperature, *seen, *bars, settings.num_tokens)
+    h_bar, w_share = _backward_chunk(*rows, w, settings.temperature, settings.num_tokens, *seen, *bars)
     return _with_chunk(h_bars, i, h_bar), w_bar + w_share
 
   empty = jnp.zeros((*order.column.shape, h.shape[-1]), h.dtype)

@@ -125,7 +125,7 @@ class StepMetrics:
       f"{row['rollout_tokens_per_s']:.0f} tok/s{failed}"
     )
 
-  def state(self) -> dict[str, float | int]:
+  def state(self) -> dict[str, Any]:
     return {"seconds": self.seconds, "failed_by_kind": self._failed_by_kind()}
 
   def restore(self, state: Mapping[str, Any]) -> None:
