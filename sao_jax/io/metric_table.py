@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 
 class Metric(NamedTuple):
@@ -18,7 +19,7 @@ class Metric(NamedTuple):
   healthy: str = ""
 
 
-_TITLES: Final = {
+_TITLES: Mapping[str, str] = {
   "progress": "Progress",
   "reward": "Reward",
   "env": "The environment's own numbers",
