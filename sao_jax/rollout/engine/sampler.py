@@ -204,8 +204,7 @@ def _decode(
     hidden, window = model.step(prepared, window, state.token, i)
     logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / spec.temperature
     logits = exclude_padding(logits, model.num_tokens)
-    if spec.top_p < 1.0:
-      logits = nucleus(logits, top_p=spec.top_p)
+    logits = nucleus(logits, top_p=spec.top_p) if spec.top_p < 1.0 else logits
     tokens, logp = sample_tokens(logits, noise[i])
     budget = state.budget - state.active
     stopped = (tokens[:, None] == stop_ids).any(-1)
