@@ -85,7 +85,9 @@ class Components:
     if learning and config.policy_checkpoint is not None:
       pretrained.check(config.policy_checkpoint, config.policy)
     memory.check(config, self.placement.mesh, self.placement.engine_meshes[0], learning=learning)
-    self.policy_apply: PolicyApply = self.placement.constrain(models.policy_apply(config.policy))
+    self.policy_apply: PolicyApply = self.placement.constrain(
+      models.policy_apply(config.policy, num_tokens=num_tokens(config, domain))
+    )
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
       self.value_apply = self.placement.constrain(models.value_apply(config.policy))
@@ -222,6 +224,15 @@ class Components:
     self.close()
 
 
+def num_tokens(config: RunConfig, domain: Domain) -> int | None:
+  """Returns the number of ids that the policy can sample: the tokenizer's, where the model has padding beyond them.
+
+  None where nothing is excluded. A server samples from its whole vocabulary, and so the learner scores all of it, too.
+  """
+  size = domain.tokenizer.vocab_size
+  return size if size < config.policy.vocab_size and config.remote.url is None else None
+
+
 @contextlib.contextmanager
 def engine_with_domain(config: RunConfig, make_domain: Callable[[], Domain]) -> Iterator[Engine]:
   """Makes an engine and its own domain, for a Ray worker; both are closed at the end of the block."""
@@ -245,7 +256,7 @@ def _embedded_engine(
   config: RunConfig, domain: Domain, placement: Placement, prompts: Sequence[str] = (), index: int = 0
 ) -> Engine:
   return Engine(
-    model=placement.cached_policy(models.cached_policy(config.policy), index),
+    model=placement.cached_policy(models.cached_policy(config.policy, num_tokens=num_tokens(config, domain)), index),
     make_env=functools.partial(BothSplits, domain, prompts),
     tokenizer=domain.tokenizer,
     config=config.engine,

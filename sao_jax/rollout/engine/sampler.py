@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry_2x32
 
+from sao_jax.ops.logprobs import exclude_padding
 from sao_jax.rollout.engine.nucleus import nucleus
 from sao_jax.types import Cache, CachedPolicy, Params, Window
 
@@ -204,8 +205,8 @@ def _decode(
     logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / spec.temperature
     if model.placement is not None:
       logits = model.placement.logits(logits)
-    if spec.top_p < 1.0:
-      logits = nucleus(logits, top_p=spec.top_p)
+    logits = exclude_padding(logits, model.num_tokens)
+    logits = nucleus(logits, top_p=spec.top_p) if spec.top_p < 1.0 else logits
     tokens, logp = sample_tokens(logits, noise[i])
     budget = state.budget - state.active
     stopped = (tokens[:, None] == stop_ids).any(-1)
