@@ -4,6 +4,9 @@ Along the `expert` axis, tokens are all-gathered. Each device runs its E / n exp
 reduce-scatter then adds the parts and returns each token to its owner. No token is dropped at any imbalance, because no
 array is sized by an expected load. `tensor` splits the width of the experts. Weights that are split over `fsdp` and
 `context` are gathered first.
+
+On a mesh of a rollout engine's own (`rules.ENGINE_RULES`), `tensor` splits the experts, too, if there are enough of
+them, and no weight is gathered. Its largest array has a row for each (token, choice) pair of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int32
 
-from sao_jax.parallel.axes import EXPERT_SHARD, ROWS, axes_for
+from sao_jax.parallel.axes import EXPERT_SHARD, ROWS, axes_for, weights_in_place
 from sao_jax.parallel.constraints import ambient_mesh
 
 Kernels = TypeVar("Kernels", bound=tuple[jax.Array, ...])
@@ -72,9 +75,11 @@ def _on_mesh(
   num_experts, dim, width = kernels[0].shape
   rows, context = axes_for(mesh, x.shape[0], *ROWS), axes_for(mesh, x.shape[1], "context")
   split, tensor = axes_for(mesh, num_experts, "expert"), axes_for(mesh, width, "tensor")
+  if weights_in_place(mesh) and (whole := axes_for(mesh, num_experts, "expert", "tensor")):
+    split, tensor = whole, ()
   shard = axes_for(mesh, dim, *EXPERT_SHARD)
   # If the rows do not divide, every device already holds all tokens, and only the sum remains.
-  travel = split if "expert" in rows else ()
+  travel = ("expert",) if "expert" in split and "expert" in rows else ()
 
   def local(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels) -> jax.Array:
     if shard:
@@ -84,11 +89,11 @@ def _on_mesh(
       x, weights, experts = (jax.lax.all_gather(a, travel, axis=0, tiled=True) for a in (x, weights, experts))
     if split:
       count = kernels[0].shape[0]
-      experts = experts - jax.lax.axis_index("expert") * count
+      experts = experts - jax.lax.axis_index(split) * count
       mine = (experts >= 0) & (experts < count)
       weights, experts = jnp.where(mine, weights, 0.0), jnp.where(mine, experts, count)
     y = _flat(expert_mlp, x, weights, experts, kernels)
-    others = tensor + (() if travel else split)
+    others = (*tensor, *(name for name in split if name not in travel))
     y = jax.lax.psum(y, others) if others else y
     return jax.lax.psum_scatter(y, travel, scatter_dimension=0, tiled=True) if travel else y
 

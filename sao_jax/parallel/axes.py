@@ -7,7 +7,9 @@ import math
 from jax.sharding import AbstractMesh, Mesh
 
 AXES = ("data", "fsdp", "tensor", "expert", "context")
-"""Every mesh has all five axes, in this order; an unused axis has size 1. See `mesh.MeshConfig`."""
+"""Every mesh of a learner has all five axes, in this order; an unused axis has size 1. See `mesh.MeshConfig`."""
+ENGINE_AXES = ("data", "tensor", "expert")
+"""Axes of a mesh of a rollout engine's own, in this order. See `mesh.EngineMeshConfig`."""
 ROWS = ("data", "fsdp", "expert")
 """Axes that split the rows of a batch and the slots of a cache."""
 SHARD = ("fsdp", "expert", "context")
@@ -15,6 +17,11 @@ SHARD = ("fsdp", "expert", "context")
 is not among them, so that it can run over slow links."""
 EXPERT_SHARD = ("fsdp", "context")
 """`SHARD` for stacked experts, whose first dimension is split over `expert`."""
+
+
+def weights_in_place(mesh: Mesh | AbstractMesh) -> bool:
+  """Whether this is a mesh of a rollout engine's own, on which no weight is gathered (`rules.ENGINE_RULES`)."""
+  return mesh.axis_names == ENGINE_AXES
 
 
 def axes_in_use(mesh: Mesh | AbstractMesh, *names: str) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ def cached_on_mesh(
     mesh: mesh of the engine, over devices of this process.
     dispatching: see `types.SlotPlacement`.
   """
-  whole_time = mesh.shape["context"] > 1
+  whole_time = mesh.shape.get("context", 1) > 1
 
   def constrain_cache(tree: Any) -> Any:
     """Constrains the keys and values of a cache or of a window to their shardings."""

@@ -1,9 +1,13 @@
-"""Sharding rules: a table from paths to mesh axes, for parameters, optimizer states, batches and caches.
+"""Sharding rules: tables from paths to mesh axes, for parameters, optimizer states, batches and caches.
 
-A rule is a pattern for the END of a path and, for each dimension, the mesh axes that split it. Optimizer states need no
-rules of their own, since the path of a moment ends with the path of its parameter. Scalars are replicated. A path
-without a rule, a wrong rank and a dimension that does not divide are errors, because a large weight that is replicated
-by mistake is noticed too late.
+A rule is a pattern for the END of a path and, for each dimension, the mesh axes that split it. Of several rules for a
+path, the first whose axes divide the dimensions counts. Optimizer states need no rules of their own, since the path of
+a moment ends with the path of its parameter. Scalars are replicated. A path without a rule, a wrong rank and a
+dimension that no rule divides are errors, because a large weight that is replicated by mistake is noticed too late.
+
+`RULES` is the learner's table: every parameter is split over all devices but `data`, and gathered layer by layer.
+`ENGINE_RULES` is that of a rollout engine on a mesh of its own (`mesh.EngineMeshConfig`): it decodes one token per
+sequence and step, so that gathering weights would cost far more than reading them. There the activations travel.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sao_jax.parallel.axes import EXPERT_SHARD, ROWS, SHARD, axes_for, check_split
 
@@ -34,6 +38,9 @@ class Rule(NamedTuple):
   """Components joined by `/`, matched against the last components of the path. A component may be `*` or `{a,b}`."""
   dims: tuple[Axes, ...]
   """One entry per dimension."""
+  cast: bool = True
+  """Whether an engine holds the weight in the model's compute dtype. False: the model computes in the weight's own
+  dtype."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -61,6 +68,32 @@ RULES: tuple[Rule, ...] = (
   # Norms.
   Rule("*norm/scale", (None,)),
 )
+
+VOCABULARY = ("tensor", "expert")
+ENGINE_RULES: tuple[Rule, ...] = (
+  Rule("embed/embedding", (VOCABULARY, None), cast=False),
+  Rule("embed/embedding", ("tensor", None), cast=False),
+  Rule("lm_head/kernel", (None, VOCABULARY), cast=False),
+  Rule("lm_head/kernel", (None, "tensor"), cast=False),
+  Rule("attention/{q_proj,k_proj,v_proj}/kernel", (None, "tensor")),
+  Rule("attention/{q_proj,k_proj,v_proj}/bias", ("tensor",)),
+  Rule("attention/o_proj/kernel", ("tensor", None)),
+  Rule("attention/o_proj/bias", (None,)),
+  Rule("attention/{q_norm,k_norm}/scale", (None,), cast=False),
+  Rule("{mlp,shared_experts}/{gate_proj,up_proj}/kernel", (None, "tensor")),
+  Rule("{mlp,shared_experts}/{gate_proj,up_proj}/bias", ("tensor",)),
+  Rule("{mlp,shared_experts}/down_proj/kernel", ("tensor", None)),
+  Rule("{mlp,shared_experts}/down_proj/bias", (None,)),
+  # Whole experts where there are enough of them: their widths stay multiples of a kernel's tile.
+  Rule("moe/{gate_proj,up_proj}", (("expert", "tensor"), None, None)),
+  Rule("moe/{gate_proj,up_proj}", ("expert", None, "tensor")),
+  Rule("moe/down_proj", (("expert", "tensor"), None, None)),
+  Rule("moe/down_proj", ("expert", "tensor", None)),
+  Rule("router/kernel", (None, None), cast=False),
+  Rule("router/correction_bias", (None,), cast=False),
+  Rule("*norm/scale", (None,), cast=False),
+)
+"""Weights that stay in place: tensor and expert axes, replicas along `data`."""
 
 CACHE_RULES: tuple[Rule, ...] = (  # `tensor` may have more devices than a model has key/value heads.
   Rule("key", (ROWS, IfEven("tensor"), None, "context")),  # [S, K, Dh, max_len]
@@ -92,8 +125,10 @@ def _component_matches(pattern: str, name: str) -> bool:
   return any(fnmatch.fnmatchcase(name, choice) for choice in choices)
 
 
-def spec_for(path: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Sequence[Rule] = RULES) -> PartitionSpec:
-  """Partition spec of an array, by the first rule that matches its path.
+def spec_for(
+  path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh, rules: Sequence[Rule] = RULES
+) -> PartitionSpec:
+  """Partition spec of an array, by the first rule that matches its path and divides its dimensions.
 
   Raises:
     ValueError: no rule matches, the rank differs from the rule's, or a dimension does not divide; the message names the
@@ -102,17 +137,28 @@ def spec_for(path: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Seque
   if not shape:
     return PartitionSpec()
   name = "/".join(path)
-  rule = next((rule for rule in rules if matches(rule.pattern, path)), None)
-  if rule is None:
+  found = rules_for(path, rules)
+  if not found:
     raise ValueError(f"no sharding rule matches {name!r} of shape {tuple(shape)}; add a rule for it.")
-  if len(rule.dims) != len(shape):
-    raise ValueError(
-      f"{name!r} has shape {tuple(shape)}, but its sharding rule {rule.pattern!r} is for {len(rule.dims)} dimensions."
-    )
-  return PartitionSpec(*(_fit(name, shape, dim, axes, mesh) for dim, axes in enumerate(rule.dims)))
+  for rule in found:
+    if len(rule.dims) != len(shape):
+      raise ValueError(
+        f"{name!r} has shape {tuple(shape)}, but its sharding rule {rule.pattern!r} is for {len(rule.dims)} dimensions."
+      )
+    try:
+      return PartitionSpec(*(_fit(name, shape, dim, axes, mesh) for dim, axes in enumerate(rule.dims)))
+    except ValueError:
+      if rule is found[-1]:
+        raise
+  raise AssertionError("unreachable: the last rule returns or raises")
 
 
-def _fit(name: str, shape: Sequence[int], dim: int, axes: Axes, mesh: Mesh) -> Axes:
+def rules_for(path: Sequence[str], rules: Sequence[Rule] = RULES) -> list[Rule]:
+  """Returns the rules whose pattern matches a path, in the table's order."""
+  return [rule for rule in rules if matches(rule.pattern, path)]
+
+
+def _fit(name: str, shape: Sequence[int], dim: int, axes: Axes, mesh: Mesh | AbstractMesh) -> Axes:
   """The axes in use, checked to divide the dimension."""
   wanted = (axes,) if isinstance(axes, str) else axes or ()
   if not isinstance(axes, IfEven):
@@ -121,7 +167,7 @@ def _fit(name: str, shape: Sequence[int], dim: int, axes: Axes, mesh: Mesh) -> A
   return used if len(used) > 1 else used[0] if used else None
 
 
-def shardings_for(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> Any:
+def shardings_for(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[Rule] = RULES) -> Any:
   """Shardings of a tree of parameters, of optimizer states, or of both (a whole learner state).
 
   Args:

@@ -25,6 +25,7 @@ from sao_jax.learner import (
 )
 from sao_jax.parallel.mesh import MeshConfig
 from sao_jax.rollout.engine.engine import Engine, RolloutEngine
+from sao_jax.rollout.engine_group import EngineGroup
 from sao_jax.rollout.ray.cluster import EngineCluster
 from sao_jax.rollout.requests import RequestStream
 from sao_jax.rollout.schedules import AsyncSchedule, LaggedSchedule, RolloutSchedule
@@ -64,9 +65,8 @@ class Components:
     self._make_domain = make_domain
     self._cluster: EngineCluster | None = None
     self.placement = Placement(config)
-    if self.placement.mesh.size > 1:
-      # Raises for sizes that the mesh cannot split, before any work.
-      self.placement.shapes(functools.partial(models.init_policy, config.policy), self.key("policy"))
+    # Raises for sizes that the meshes cannot split, before any work.
+    self.placement.check_model(functools.partial(models.init_policy, config.policy), self.key("policy"))
     self.policy_apply: PolicyApply = self.placement.constrain(models.policy_apply(config.policy))
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
@@ -75,7 +75,7 @@ class Components:
     self.baselines = make_baselines(config.learner)
     self.engine: RolloutEngine
     if config.remote.url is None:
-      self.engine = _embedded_engine(config, domain, self.placement)
+      self.engine = _embedded_engines(config, domain, self.placement)
     else:
       self.engine = _remote_engine(config, domain)
     self.rollouts = MultiProcessRollouts(self.engine, self.placement)
@@ -222,9 +222,19 @@ def engine_with_domain(config: RunConfig, make_domain: Callable[[], Domain]) -> 
     yield engine
 
 
-def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement) -> Engine:
+def _embedded_engines(config: RunConfig, domain: Domain, placement: Placement) -> RolloutEngine:
+  if config.rollout_mesh.placement == "colocated":
+    return _embedded_engine(config, domain, placement)
+  engines, devices = [], [mesh.devices.flat[0] for mesh in placement.engine_meshes]
+  for index, device in enumerate(devices):
+    with jax.default_device(device):
+      engines.append(_embedded_engine(config, domain, placement, index))
+  return EngineGroup(engines, devices)
+
+
+def _embedded_engine(config: RunConfig, domain: Domain, placement: Placement, index: int = 0) -> Engine:
   return Engine(
-    model=placement.cached_policy(models.cached_policy(config.policy)),
+    model=placement.cached_policy(models.cached_policy(config.policy), index),
     make_env=functools.partial(BothSplits, domain),
     tokenizer=domain.tokenizer,
     config=config.engine,

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, get_args
 from sao_jax.learner import algorithms
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
 from sao_jax.models.config import ModelConfig
-from sao_jax.parallel.mesh import MeshConfig
+from sao_jax.parallel.mesh import MeshConfig, RolloutMeshConfig
 from sao_jax.rollout.engine.config import EngineConfig
 from sao_jax.rollout.ray.config import ClusterConfig
 from sao_jax.rollout.remote.config import RemoteConfig
@@ -151,9 +151,12 @@ class RunConfig:
   """`async` only: several engines in Ray workers, on this machine or others, each on one device."""
   env: EnvConfig = EnvConfig()
   mesh: MeshConfig = MeshConfig(data=1)
-  """Devices of learner and engine, see `placement.Placement`. data=1 is one device; an axis of -1 takes all remaining
-  ones. `learner.rows_per_microbatch` and `engine.num_slots` must be multiples of data x fsdp x expert, and
-  `learner.row_length` and `engine.max_len` multiples of context. Unfilled rows of a batch are padding."""
+  """Devices of the learner, see `placement.Placement`. data=1 is one device; an axis of -1 takes all remaining ones.
+  `learner.rows_per_microbatch` must be a multiple of data x fsdp x expert, and `learner.row_length` of context.
+  Unfilled rows of a batch are padding."""
+  rollout_mesh: RolloutMeshConfig = RolloutMeshConfig()
+  """Devices of the embedded engines; by default those of the learner. `engine.num_slots` counts the slots of one
+  engine, and must be a multiple of data x fsdp x expert of its mesh, and `engine.max_len` of context."""
   checkpoint: CheckpointConfig = CheckpointConfig()
 
   def __post_init__(self) -> None:
@@ -219,13 +222,17 @@ class RunConfig:
     engines = self.cluster.num_engines
     _require(engines == 0 or self.schedule == "async", "cluster.num_engines", engines, "0 unless async")
     _require(engines == 0 or self.remote.url is None, "cluster.num_engines", engines, "0 with a remote.url")
+    embedded = engines == 0 and self.remote.url is None
+    placed = self.rollout_mesh
+    with_others = "RolloutMeshConfig() with cluster.num_engines or a remote.url: it places embedded engines"
+    _require(embedded or placed.follows_learner, "rollout_mesh", placed, with_others)
     capacity = self.queue_capacity
     enough = capacity is None or capacity >= self.batch_size
     _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
 
 
 MAY_DIFFER = frozenset({
-  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "remote", "cluster",
+  "num_steps", "max_skipped_in_a_row", "eval_episodes", "checkpoint", "mesh", "rollout_mesh", "remote", "cluster",
   "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share",
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""

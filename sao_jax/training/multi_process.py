@@ -7,7 +7,6 @@ process nothing is exchanged.
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import jax
 
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.rollout.engine.engine import ParamsFor, RolloutEngine
+from sao_jax.rollout.engine_group import sum_counters
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.rollout.schedules import AsyncSchedule
 from sao_jax.training.config import RunConfig
@@ -67,12 +67,7 @@ class MultiProcessRollouts:
     mine = self._engine.counters
     if jax.process_count() == 1:
       return mine
-    names = [name for name, value in mine.items() if isinstance(value, int | float)]
-    everyone = self._placement.exchange({name: mine[name] for name in names})
-    total = {name: sum(counts[name] for counts in everyone) for name in names}
-    total["busy_seconds"] /= len(everyone)
-    kinds = [collections.Counter(failed) for failed in self._placement.exchange(mine["failed_by_kind"])]
-    return {**total, "failed_by_kind": dict(sum(kinds, collections.Counter()))}
+    return sum_counters(self._placement.exchange(mine))
 
 
 class MultiProcessSchedule:

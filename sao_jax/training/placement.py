@@ -1,14 +1,15 @@
-"""Placement of a run's arrays: the mesh of its config, and the arrays and programs on it.
+"""Placement of a run's arrays: the meshes of its config, and the arrays and programs on them.
 
 A single device is a mesh of size one. With several processes (`parallel.distributed`) the learner's mesh spans the
-devices of all of them. Each process's engine runs on its own devices, to which new weights are copied.
+devices of all of them. Each process's engine runs on its own devices, to which new weights are copied. Within one
+process, `config.rollout_mesh` may give the engines other devices than the learner's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import math
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,9 +20,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from sao_jax import parallel
-from sao_jax.parallel.axes import AXES, ROWS, check_split
+from sao_jax.parallel.axes import ROWS, check_split
 from sao_jax.parallel.copies import copy_leaves
+from sao_jax.parallel.engine_weights import cast_for_engine, jit_layout, layout_mesh, send
 from sao_jax.training.config import RunConfig
+from sao_jax.training.run_meshes import check_engine_mesh, make_run_meshes
 from sao_jax.types import CachedPolicy, Params, TokenBatch
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,19 +35,24 @@ class Placement:
   """Meshes of a run, and the placement of arrays and compilation of programs on them.
 
   Args:
-    config: the run. Its `mesh` uses as many devices as the product of its axes; with an axis of -1, all devices.
+    config: the run. Its `mesh` uses as many devices as the product of its axes; with an axis of -1, all devices that
+      `rollout_mesh` leaves.
 
   Raises:
-    ValueError: the number of rows, tokens or slots is no multiple of the axes that split it; the message names both.
+    ValueError: the number of rows, tokens or slots is no multiple of the axes that split it, or there are too few
+      devices; the message names the sizes.
   """
 
   def __init__(self, config: RunConfig):
-    self.mesh = make_run_mesh(config.mesh)
-    """Mesh of the learner, over the devices of all processes."""
-    self.engine_mesh = self.mesh if jax.process_count() == 1 else self.mesh.local_mesh
-    """Mesh of the engine: this process's part of the learner's mesh."""
+    self._split = config.rollout_mesh.placement == "split"
+    self.mesh, self.engine_meshes = make_run_meshes(config.mesh, config.rollout_mesh)
+    """Mesh of the learner, over the devices of all processes; and those of this process's engines."""
     self._check(config)
+    self._rules = parallel.rules.RULES if config.rollout_mesh.follows_learner else parallel.rules.ENGINE_RULES
+    embedded = config.remote.url is None and not config.cluster.num_engines
+    self._dtype = config.policy.compute_dtype if embedded else None
     self._lock = threading.RLock()
+    self._engine_locks = [threading.RLock() if self._split else self._lock for _ in self.engine_meshes]
     self._copies: Any = None
 
   def _check(self, config: RunConfig) -> None:
@@ -52,24 +60,30 @@ class Placement:
     for mesh, axes, name, size in (
       (self.mesh, ROWS, "learner.rows_per_microbatch", learner.rows_per_microbatch),
       (self.mesh, ("context",), "learner.row_length", learner.row_length),
-      (self.engine_mesh, ROWS, "engine.num_slots / engine.num_streams", engine.num_slots // engine.num_streams),
-      (self.engine_mesh, ("context",), "engine.max_len", engine.max_len),
+      (self.engine_meshes[0], ROWS, "engine.num_slots / engine.num_streams", engine.num_slots // engine.num_streams),
+      (self.engine_meshes[0], ("context",), "engine.max_len", engine.max_len),
     ):
       check_split(mesh, name, size, *axes)
 
-  @contextlib.contextmanager
-  def dispatching(self) -> Any:
+  def check_model(self, make: Callable[..., Any], *args: Any) -> None:
+    """Checks, without computing it, that the meshes can split the policy that `make(*args)` returns.
+
+    Raises:
+      ValueError: a dimension does not divide. For an engine's mesh, the message lists the allowed sizes of the axis.
+    """
+    if self.mesh.size > 1:
+      self.shapes(make, *args)
+    if self._rules is parallel.rules.ENGINE_RULES:
+      check_engine_mesh("rollout_mesh", jax.eval_shape(make, *args), self.engine_meshes[0])
+
+  def dispatching(self) -> contextlib.AbstractContextManager[Any]:
     """Lock to hold while a program over several devices is dispatched, so that all devices get programs in one order.
 
     The threads of engine and learner dispatch programs at any time. Two programs with collectives that are queued in
     different orders on different devices would wait for each other for ever. Dispatching does not wait for the program
-    to end.
+    to end. Engines on devices of their own have locks of their own.
     """
-    if self.mesh.size == 1:
-      yield
-      return
-    with self._lock:
-      yield
+    return contextlib.nullcontext() if self.mesh.size == 1 else self._lock
 
   def constrain(self, apply: F) -> F:
     """Constrains the parameters and gradients of a policy or value model to their shards."""
@@ -117,37 +131,57 @@ class Placement:
 
     return step
 
-  def cached_policy(self, policy: CachedPolicy) -> CachedPolicy:
-    """Returns the engine's policy with its KV cache placed on the engine's mesh."""
-    return parallel.cached_on_mesh(policy, self.engine_mesh, self.dispatching)
+  def cached_policy(self, policy: CachedPolicy, engine: int = 0) -> CachedPolicy:
+    """Returns the policy of engine number `engine`, with its KV cache placed on the engine's mesh."""
+    mesh, lock = self.engine_meshes[engine], self._engine_locks[engine]
+    return parallel.cached_on_mesh(policy, mesh, contextlib.nullcontext if mesh.size == 1 else lambda: lock)
 
   def for_engine(self, params: Params) -> Params:
-    """Copies the learner's parameters to the engine's mesh, sharded by the same rules, and waits for the copy.
+    """Copies the learner's parameters to the engines' meshes, in the compute dtype, and waits for the copy.
 
-    With several processes each one gets a whole copy on its own devices, and every process must call this.
+    One program on the learner's devices casts the parameters and lays them out in the engines' shards; engines on other
+    devices then receive these. With several processes each one gets a whole copy on its own devices, and every process
+    must call this.
+
+    Returns:
+      The engine's parameters; with `placement="split"`, a list of them, one per engine (`rollout.EngineGroup`).
     """
     if self._copies is None:
       self._copies = self._make_copies(params)
     with self.dispatching():
       copied = self._copies(params)
+    if self._split:
+      copied = [send(copied, mesh) for mesh in self.engine_meshes]
     copied = jax.block_until_ready(copied)
     if jax.process_count() == 1:
       return copied
-    return jax.tree.map(self._local, copied, parallel.shardings_for(copied, self.engine_mesh))
+    return jax.tree.map(self._local, copied, parallel.shardings_for(copied, self.engine_meshes[0], self._rules))
+
+  def for_checkpoint(self, copied: Params, like: Params) -> Params:
+    """Returns a result of `for_engine` as parameters in the dtypes of `like`."""
+    first = copied[0] if self._split else copied
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), first, like)
 
   def _make_copies(self, params: Params) -> Callable[[Params], Params]:
-    """Returns a jitted copy to every process: replicated along the first axis of a `processes x engine mesh` mesh."""
-    local = tuple(self.engine_mesh.shape[axis] for axis in AXES)
-    devices = self.mesh.devices.reshape((jax.process_count(), *local))
-    if jax.process_count() == 1:
-      places = parallel.shardings_for(params, self.mesh)
-    elif set(devices[jax.process_index()].flat) != set(self.engine_mesh.devices.flat):
-      raise ValueError(f"mesh must be ordered by process, so that each process has one block; received {self.mesh}.")
-    else:
-      wide = Mesh(devices, (_PROCESS, *AXES), axis_types=(jax.sharding.AxisType.Auto,) * (1 + len(AXES)))
-      local_places = parallel.shardings_for(params, self.engine_mesh)
+    """Returns a jitted copy in the engines' layout, on the learner's devices.
+
+    With several processes, every process gets all of it: it is replicated along the first axis of a
+    `processes x engine mesh` mesh.
+    """
+    engine = self.engine_meshes[0]
+    if self._split:
+      return jit_layout(params, layout_mesh(self.mesh, tuple(engine.shape.values())), self._dtype)
+    local_places = places = parallel.shardings_for(params, engine, self._rules)
+    if jax.process_count() > 1:
+      devices = self.mesh.devices.reshape((jax.process_count(), *engine.shape.values()))
+      if set(devices[jax.process_index()].flat) != set(engine.devices.flat):
+        raise ValueError(f"mesh must be ordered by process, so that each process has one block; received {self.mesh}.")
+      types = (jax.sharding.AxisType.Auto,) * devices.ndim
+      wide = Mesh(devices, (_PROCESS, *engine.axis_names), axis_types=types)
       places = jax.tree.map(lambda place: NamedSharding(wide, place.spec), local_places)
-    return jax.jit(copy_leaves, out_shardings=places)
+    if self._dtype is None:
+      return jax.jit(copy_leaves, out_shardings=places)
+    return jax.jit(functools.partial(cast_for_engine, dtype=self._dtype), out_shardings=places)
 
   @staticmethod
   def _local(leaf: jax.Array, place: NamedSharding) -> jax.Array:
@@ -170,17 +204,3 @@ class Placement:
       padded[: data.size] = data
       rows = np.asarray(multihost_utils.process_allgather(padded))
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-
-def make_run_mesh(config: parallel.MeshConfig) -> Mesh:
-  """Makes a mesh of the first devices, as many as the sizes multiply to; with a size of -1, of all devices.
-
-  Raises:
-    ValueError: there are too few devices, or some processes would have no device in the mesh.
-  """
-  devices = jax.devices()
-  sizes = config.axes().values()
-  wanted = len(devices) if -1 in sizes else math.prod(sizes)
-  if jax.process_count() > 1 or wanted > len(devices):
-    return parallel.make_mesh(config)  # raises if the devices do not fit
-  return parallel.make_mesh(config, devices[:wanted])

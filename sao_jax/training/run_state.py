@@ -78,7 +78,8 @@ class RunState:
       "health": self.health.state(),
       "baselines": self._baselines() if baselines is None else baselines,
     }
-    tree = _checkpoint_tree(state, [params for params, _ in older])
+    placement = self.parts.placement
+    tree = _checkpoint_tree(state, [placement.for_checkpoint(params, state.policy) for params, _ in older])
     host_arrays = trajectory_arrays.to_arrays(waiting)
     # Several processes write their shards together, with barriers that are programs on the devices.
     with self.parts.placement.dispatching() if jax.process_count() > 1 else contextlib.nullcontext():

@@ -1,0 +1,87 @@
+"""Engines on meshes of virtual devices against one device: `python -m tests.parallel.split_program PLACEMENT ...`.
+
+A PLACEMENT is `LEARNER MESH:ROLLOUT SETTINGS`, such as `data=4:placement=split,num_engines=2,tensor=2`. The last line
+holds, for each, the trajectories of one `generate`, and whether engines decode while the learner's lock is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from sao_jax import models
+from sao_jax.models import ModelConfig
+from sao_jax.parallel import RolloutMeshConfig, parse_mesh
+from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.training.components import Components
+from sao_jax.types import Params
+from tests.parallel import loop_program
+
+MODEL = ModelConfig(
+  model_type="qwen3_moe", vocab_size=16, hidden_size=24, num_layers=2, num_heads=12, num_kv_heads=6, head_dim=4,
+  intermediate_size=24, num_experts=12, num_experts_per_tok=2, moe_intermediate_size=8, init_std=0.25,
+  mlp_only_layers=(0,), tie_word_embeddings=False,
+)  # fmt: skip
+REQUESTS = [EpisodeRequest(task_index=i, episode_id=i, group_id=i) for i in range(20)]
+
+
+def parse(placement: str) -> dict[str, Any]:
+  mesh, _, rollout = placement.partition(":")
+  pairs = dict(part.split("=") for part in filter(None, rollout.split(",")))
+  kind: Any = pairs.pop("placement", "colocated")
+  sizes = {name: int(size) for name, size in pairs.items()}
+  return {"mesh": parse_mesh(mesh), "rollout_mesh": RolloutMeshConfig(placement=kind, **sizes)}
+
+
+def generate(parts: Components, weights: Params) -> dict[int, tuple[list[int], list[float]]]:
+  done = {x.episode_id: x for x in parts.engine.generate(lambda _: (weights, 0), REQUESTS, seed=1)}
+  return {i: (done[i].tokens.tolist(), np.nan_to_num(done[i].behavior_logp).tolist()) for i in sorted(done)}
+
+
+def generates_while_learner_dispatches(parts: Components, weights: Params) -> bool:
+  """Holds the learner's lock until an engine has finished the episodes, or half a minute has passed."""
+  finished = threading.Event()
+
+  def call() -> None:
+    with contextlib.closing(parts.engine.generate(lambda _: (weights, 0), REQUESTS, seed=1)) as episodes:
+      list(episodes)
+    finished.set()
+
+  thread = threading.Thread(target=call)
+  with parts.placement.dispatching():
+    thread.start()
+    alone = finished.wait(20.0)
+  thread.join()
+  return alone
+
+
+def main(*placements: str) -> None:
+  base = dataclasses.replace(loop_program.make_config("data=1", "sync", 1), policy=MODEL)
+  base = dataclasses.replace(
+    base,
+    engine=dataclasses.replace(base.engine, num_slots=12, live_buckets=(32,)),
+    learner=dataclasses.replace(base.learner, rows_per_microbatch=12),
+  )
+  reports = {}
+  for placement in placements:
+    config = dataclasses.replace(base, **parse(placement))
+    with Components(config, loop_program.make_domain()) as parts:
+      weights = parts.placement.for_engine(parts.placement.put(models.init_policy(MODEL, jax.random.key(0))))
+      reports[placement] = {
+        "episodes": generate(parts, weights),
+        "overlaps": config.rollout_mesh.placement == "split" and generates_while_learner_dispatches(parts, weights),
+        "engines": len(parts.placement.engine_meshes),
+        "counted": parts.engine.counters["episodes_finished"],
+      }
+  print(json.dumps(reports))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
