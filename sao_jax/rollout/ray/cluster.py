@@ -106,8 +106,7 @@ class EngineCluster:
   ):
     if config.num_engines < 1:
       raise ValueError(f"ClusterConfig.num_engines must be >= 1 for a cluster; received {config.num_engines}.")
-    self._make_engine = make_engine
-    self._shardings = shardings
+    self._worker_arguments: tuple[Any, ...] = (make_engine, shardings)
     self._config = config
     self._slots = slots_per_engine
     self._driving = threading.Lock()
@@ -244,7 +243,7 @@ class EngineCluster:
       max_task_retries=0,
       scheduling_strategy="SPREAD",
       runtime_env={"env_vars": env_vars | dict(config.env_vars)},
-    ).remote(self._make_engine, self._shardings)
+    ).remote(*self._worker_arguments)
     engine = _EngineHandle(index, worker, EngineWeights(f"rollout engine {index}"), restarts=restarts)
     self._call(engine, "open")
     return engine

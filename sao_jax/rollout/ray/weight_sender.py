@@ -154,7 +154,7 @@ class WeightSender:
   def _send(self, params: Params, version: int) -> None:
     leaves = jax.tree.leaves(params)
     if self._groups is None:
-      self._groups = transfer.groups(transfer.own_shards(leaves))
+      self._groups = transfer.groups(transfer.own_shards(leaves), transfer.GROUP_BYTES)
     for number, shards in enumerate(self._groups):
       if self._stop.is_set():
         return
@@ -179,5 +179,5 @@ class WeightSender:
     delta_nbytes = sum(delta.nbytes for delta in deltas)
     if before is None or delta_nbytes > transfer.MAX_DELTA_SHARE * nbytes:
       return Group(key, (self._put(list(pieces)),), nbytes, checksum)
-    delta = (self._put(deltas),)  # first, since most engines wait for it
-    return Group(key, (self._put(list(pieces)),), nbytes, checksum, self._version, delta, delta_nbytes)
+    changes = self._put(deltas)  # first, since most engines wait for it
+    return Group(key, (self._put(list(pieces)),), nbytes, checksum, self._version, (changes,), delta_nbytes)

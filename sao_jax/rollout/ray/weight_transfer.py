@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -30,7 +30,7 @@ MAX_DELTA_SHARE = 0.5
 _ALIGNMENT = 64
 """JAX shares memory of this alignment (bytes) with NumPy on a CPU, and copies other memory."""
 _ROW = 2**15
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_FACTOR = 0x9E3779B97F4A7C15
 """Odd, so that multiplication by it, modulo 2^64, loses no bits."""
 
 
@@ -81,7 +81,7 @@ def own_shards(leaves: Sequence[jax.Array]) -> list[Shard]:
   return mine
 
 
-def groups(shards: Iterable[Shard], group_bytes: int = GROUP_BYTES) -> list[list[Shard]]:
+def groups(shards: Iterable[Shard], group_bytes: int) -> list[list[Shard]]:
   """Divides shards into groups of at most `group_bytes`, or of one shard."""
   made: list[list[Shard]] = []
   size = group_bytes
@@ -161,10 +161,10 @@ def checksum(pieces: Iterable[np.ndarray]) -> int:
     if whole:
       folded = np.zeros(_ROW, np.uint64)
       for row in raw[: whole * 8 * _ROW].view(np.uint64).reshape(whole, _ROW):
-        np.multiply(folded, _FACTOR, out=folded)
+        np.multiply(folded, np.uint64(_FACTOR), out=folded)
         np.add(folded, row, out=folded)
-      crc = zlib.crc32(folded, crc)
-    crc = zlib.crc32(raw[whole * 8 * _ROW :], crc)
+      crc = zlib.crc32(folded.data, crc)
+    crc = zlib.crc32(raw[whole * 8 * _ROW :].data, crc)
   return crc
 
 

@@ -80,7 +80,7 @@ def test_a_flipped_bit_and_swapped_values_change_the_checksum(seed, size):
 
 
 def test_all_pieces_of_a_sharded_tree_come_back():
-  """Eight devices would be a process of their own; a leaf of one piece, of none of its dimensions split, and scalars."""
+  """With several devices: `tests.rollout.ray.mesh_engine_test`."""
   params = {
     "a": jax.random.normal(jax.random.key(0), (33, 7), jnp.bfloat16),
     "b": {"c": jnp.float32(-0.0), "d": jnp.arange(5)},
