@@ -117,9 +117,7 @@ class WeightSender:
     index: number of this process among the learner's.
   """
 
-  def __init__(
-    self, store: WeightStore, put: Callable[[Any], Any], emit: Callable[[Message], None], *, index: int = 0
-  ):
+  def __init__(self, store: WeightStore, put: Callable[[Any], Any], emit: Callable[[Message], None], *, index: int = 0):
     self._store, self._put, self._emit, self._index = store, put, emit, index
     self._stop = threading.Event()
     self._error: BaseException | None = None

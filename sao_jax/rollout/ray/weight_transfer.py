@@ -99,7 +99,7 @@ def read(leaves: Sequence[jax.Array], shards: Iterable[Shard]) -> list[Piece]:
   pieces = []
   for shard in shards:
     found = leaves[shard.leaf].addressable_shards[shard.position]
-    pieces.append(Piece(shard.leaf, _bounds(found.index, leaves[shard.leaf].shape), _bits(np.asarray(found.data))))
+    pieces.append(Piece(shard.leaf, _bounds(found.index, leaves[shard.leaf].shape), bits(np.asarray(found.data))))
   return pieces
 
 
@@ -227,10 +227,10 @@ def shapes_of(params: Params) -> Params:
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
 
-def _bits(values: np.ndarray) -> np.ndarray:
+def bits(values: np.ndarray) -> np.ndarray:
+  """Returns the bits of an array as flat unsigned integers; a view where the array is contiguous."""
   return np.ascontiguousarray(values).reshape(-1).view(f"u{values.itemsize}")
 
 
 def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
   return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
