@@ -1,10 +1,17 @@
 """Memory and compute of a model on a mesh, without weights or devices: `python -m experiments.compile_report`.
 
-Lowers and compiles the policy step, the critic step and the decode step from shapes. Prints memory per device, FLOPs,
-bytes moved, collectives, and the savings of the critic's frozen attention. With the `libtpu` package, any machine can
-compile for a real TPU topology:
+Lowers and compiles the policy step, the critic step, and the engine's decode step and prefill from shapes. Prints
+memory per device, FLOPs, bytes moved, collectives, and the savings of the critic's frozen attention; at the end, one
+JSON object. With the `libtpu` package, any machine can compile for a real TPU topology:
 
     python -m experiments.compile_report --model=qwen3_30b_a3b --mesh=fsdp=8,context=8 --seq=131072 --topology=v5p:4x4x4
+
+With `--rollout_mesh` the engine's programs are compiled for a mesh of its own, on the first devices:
+
+    python -m experiments.compile_report --model=qwen3_30b_a3b --rollout_mesh=expert=8 --slots=64 --live_tokens=60000 \
+      --programs=decode --topology=v5p:2x2x2
+
+Their bytes are compared with a limit: weights (in the compute dtype) and the live cache once, divided by the devices.
 
 Deep models are compiled at two small depths and extrapolated in the number of layers. This is a rough estimate: while
 memory allows, the compiler overlaps several layers, so a few layers say little about many. `--exact` compiles all
@@ -16,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import sys
@@ -31,10 +39,12 @@ from experiments.support import aot, command
 from sao_jax.learner import LearnerConfig
 from sao_jax.learner.partition import parameter_counts
 from sao_jax.models import ModelConfig
-from sao_jax.parallel import MeshConfig, make_mesh, parse_mesh
-from sao_jax.parallel.axes import AXES, ROWS, axes_in_use, check_split
+from sao_jax.parallel import MeshConfig, make_mesh, parse_engine_mesh, parse_mesh
+from sao_jax.parallel.axes import ROWS, axes_in_use, check_split, weights_in_place
+from sao_jax.training.run_meshes import check_engine_mesh
 
-PROGRAMS = ("policy", "critic", "decode")
+PROGRAMS = ("policy", "critic", "decode", "prefill")
+ENGINE_PROGRAMS = ("decode", "prefill")
 _HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 """Memory that the compiler grants a program on one chip, as stated in its out-of-memory errors."""
 _EXACT_UP_TO = 8
@@ -43,15 +53,23 @@ _MODEL = flags.DEFINE_enum("model", "qwen3_0p6b", sorted(MODELS), "The architect
 _MESH = flags.DEFINE_string(
   "mesh", "fsdp=8", "Axes and their sizes, such as fsdp=8,context=4. With --topology, one size may be -1."
 )
+_ROLLOUT_MESH = flags.DEFINE_string(
+  "rollout_mesh", None, "The engine's own mesh, such as data=2,tensor=4 or expert=8. Defaults to --mesh."
+)
 _SEQ = flags.DEFINE_integer("seq", 4096, "The number of tokens of a row and of a slot's cache.", lower_bound=2)
 _ROWS = flags.DEFINE_integer(
   "rows", None, "The number of rows of a microbatch. Defaults to one per shard of the rows.", lower_bound=1
 )
 _SLOTS = flags.DEFINE_integer("slots", None, "The slots of the decode step. Defaults to --rows.", lower_bound=1)
+_LIVE = flags.DEFINE_integer(
+  "live_tokens", None, "The tokens that each slot of the engine holds. Defaults to --seq.", lower_bound=1
+)
+_PREFILL_ROWS = flags.DEFINE_integer("prefill_rows", 8, "The slots that a prefill feeds.", lower_bound=1)
+_PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 512, "The tokens that it feeds to each.", lower_bound=1)
 _TOPOLOGY = flags.DEFINE_string(
   "topology", None, "The TPU topology to compile for, such as v5p:4x4x4 or v6e:8x8. Needs libtpu."
 )
-_PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), f"The programs to compile, out of {', '.join(PROGRAMS)}.")
+_PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS[:3]), f"The programs to compile, out of {', '.join(PROGRAMS)}.")
 _ATTENTION = flags.DEFINE_string("attention", "auto", "The model's attention_impl.")
 _MOE = flags.DEFINE_string("moe", "auto", "The model's moe_impl.")
 _REMAT = flags.DEFINE_string("remat", "full", "The model's remat: what the backward pass of a layer recomputes.")
@@ -71,30 +89,89 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f"--programs must name some of {', '.join(PROGRAMS)}; received {', '.join(sorted(unknown))}.")
   if _MEMORY_ONLY.value and _TOPOLOGY.value is None:
     raise app.UsageError("--memory_only needs --topology: for CPU devices, the whole compilation takes seconds.")
-  mesh = build_mesh(parse_mesh(_MESH.value), _TOPOLOGY.value)
+  meshes = build_meshes()
+  mesh, engine_mesh = meshes
   model = build_model()
   rows = _ROWS.value or math.prod(mesh.shape[axis] for axis in ROWS)
-  load = aot.Workload(rows=rows, seq=_SEQ.value, slots=_SLOTS.value or rows)
-  check_splits(load, mesh)
+  load = aot.Workload(
+    rows=rows, seq=_SEQ.value, slots=_SLOTS.value or math.prod(engine_mesh.shape.get(axis, 1) for axis in ROWS),
+    live_tokens=_LIVE.value, prefill_rows=_PREFILL_ROWS.value, prefill_tokens=_PREFILL_TOKENS.value,
+  )  # fmt: skip
+  learns = not set(_PROGRAMS.value) <= set(ENGINE_PROGRAMS)
+  check_splits(load, mesh if learns else None, engine_mesh)
+  if weights_in_place(engine_mesh):
+    check_engine_mesh("--rollout_mesh", aot.policy_shapes(model), engine_mesh)
   learner = LearnerConfig(
     eps_low=0.3, eps_high=5.0, frozen_critic=tuple(_FROZEN.value), row_length=load.seq, rows_per_microbatch=rows,
     logprob_chunk_size=_CHUNK.value,
   )  # fmt: skip
-  axes = ", ".join(f"{name}={mesh.shape[name]}" for name in axes_in_use(mesh, *AXES)) or "one device"
-  target = _TOPOLOGY.value or f"{mesh.size} virtual CPU devices"
-  print(f"{_MODEL.value} on {target}: {axes}; {load.rows} rows x {load.seq} tokens, {load.slots} slots")
+  target = _TOPOLOGY.value or "virtual CPU devices"
+  print(f"{_MODEL.value} on {target}: learner {shown(mesh)}; engine {shown(engine_mesh)}")
+  print(f"{load.rows} rows x {load.seq} tokens; {load.slots} slots with {load.live} live tokens each")
   print(f"attention_impl={model.attention_impl} moe_impl={model.moe_impl} remat={model.remat} dtype={model.dtype}")
-  state = report_resident(model, learner, mesh)
-  programs = {name: report_program(name, model, learner, mesh, load) for name in _PROGRAMS.value}
+  state = report_resident(model, learner, mesh) if learns or not weights_in_place(engine_mesh) else 0
+  programs = {name: report_program(name, model, learner, meshes, load) for name in _PROGRAMS.value}
   compiled = {name: program for name, program in programs.items() if program is not None}
-  if compiled.keys() == set(PROGRAMS):
+  if compiled.keys() >= set(PROGRAMS[:3]):
     report_run(state, compiled)
+  limits = {name: aot.decode_limit(model, engine_mesh, load) for name in ENGINE_PROGRAMS}
+  sizes = {"model": _MODEL.value, "slots": load.slots, "live_tokens": load.live, "devices": engine_mesh.size}
+  print(json.dumps({**sizes, **{name: summary(program, limits.get(name)) for name, program in programs.items()}}))
 
 
-def check_splits(load: aot.Workload, mesh: Mesh) -> None:
-  """Rejects sizes that the mesh cannot split before the compilation, which takes minutes."""
-  for name, axes in (("rows", ROWS), ("slots", ROWS), ("seq", ("context",))):
-    check_split(mesh, f"--{name}", getattr(load, name), *axes)
+def shown(mesh: Mesh) -> str:
+  """Returns the axes in use and their sizes."""
+  axes = ", ".join(f"{name}={mesh.shape[name]}" for name in axes_in_use(mesh, *mesh.axis_names))
+  return f"{axes or 'one device'} ({mesh.size})"
+
+
+def summary(program: aot.Program | None, limit: float | None) -> dict[str, float | None] | None:
+  """Returns a program's figures per device, for the last line; None if it does not fit. `limit`: of an engine's."""
+  if program is None:
+    return None
+  moved = None if math.isnan(program.bytes_moved) else program.bytes_moved
+  figures = {
+    "moved_bytes_per_device": moved,
+    "collective_bytes": program.collective_bytes,
+    "peak_bytes_per_device": program.peak,
+    "flops_per_device": None if math.isnan(program.flops) else program.flops,
+  }
+  if limit is None:
+    return figures
+  return {
+    "limit_bytes_per_device": limit,
+    "ratio_to_limit": None if moved is None else moved / limit,
+    "weight_all_gather_bytes": program.gathered_weights,
+    **figures,
+  }
+
+
+def check_splits(load: aot.Workload, mesh: Mesh | None, engine_mesh: Mesh) -> None:
+  """Rejects sizes that the meshes cannot split before the compilation, which takes minutes."""
+  if mesh is not None:
+    for name, axes in (("rows", ROWS), ("seq", ("context",))):
+      check_split(mesh, f"--{name}", getattr(load, name), *axes)
+  check_split(engine_mesh, "--slots", load.slots, *ROWS)
+  check_split(engine_mesh, "--seq" if load.live_tokens is None else "--live_tokens", load.live, "context")
+
+
+def build_meshes() -> tuple[Mesh, Mesh]:
+  """Makes the meshes of learner and engine: the same, unless --rollout_mesh names one of the engine's own."""
+  config = parse_mesh(_MESH.value)
+  if _ROLLOUT_MESH.value is None:
+    mesh = build_mesh(config, _TOPOLOGY.value)
+    return mesh, mesh
+  rollout = parse_engine_mesh(_ROLLOUT_MESH.value)
+  size = rollout.num_devices()
+  if size is None:
+    raise ValueError(f"--rollout_mesh must give every size; received {_ROLLOUT_MESH.value!r}.")
+  if set(_PROGRAMS.value) <= set(ENGINE_PROGRAMS):  # the learner's mesh does not matter
+    config = MeshConfig(data=size if _TOPOLOGY.value is None else -1)
+  mesh = build_mesh(config, _TOPOLOGY.value)
+  if mesh.size < size:
+    raise ValueError(f"--rollout_mesh must fit on the topology's {mesh.size} devices; received {size}.")
+  # The topology's own order: neighbouring devices come first.
+  return mesh, make_mesh(rollout, sorted(mesh.devices.flat, key=lambda device: device.id)[:size])
 
 
 def build_mesh(config: MeshConfig, topology: str | None) -> Mesh:
@@ -166,12 +243,12 @@ def _verdict(size: float) -> str:
 
 
 def report_program(
-  name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload
+  name: str, model: ModelConfig, learner: LearnerConfig, meshes: tuple[Mesh, Mesh], load: aot.Workload
 ) -> aot.Program | None:
   """Compiles one program and prints its figures; returns None if it does not fit into memory."""
   start = time.monotonic()
   try:
-    program, how = compile_at_depth(functools.partial(_compile, name, learner, mesh, load), model)
+    program, how = compile_at_depth(functools.partial(_compile, name, learner, meshes, load), model)
   except RuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
@@ -183,10 +260,16 @@ def report_program(
     f"{readable(program.outputs)} ({readable(program.aliased)} in place), peak {readable(program.peak)}"
   )
   if not _MEMORY_ONLY.value:
-    moved = readable(program.bytes_moved)
-    print(f"  {program.flops / 1e12:.3f} TFLOP, {moved} moved (without kernels; each loop body counted once)")
+    print(f"  {program.flops / 1e12:.3f} TFLOP (without kernels; each loop body counted once), ", end="")
+    print(f"{readable(program.bytes_moved)} moved (kernels: operands and results)")
   for kind, traffic in program.collectives.items():
     print(f"  {kind:<20}{traffic.count:>8} x  {readable(traffic.bytes):>12} in total")
+  if name == "decode":
+    limit = aot.decode_limit(model, meshes[1], load)
+    print(
+      f"  must read {readable(limit)}: weights and live cache once, divided by {meshes[1].size} devices; moves "
+      f"{program.bytes_moved / limit:.2f} times that; {readable(program.gathered_weights)} of weights gathered"
+    )
   return program
 
 
@@ -203,26 +286,42 @@ def compile_at_depth(
   return programs[1].extrapolate(programs[0], steps), how
 
 
-def _compile(name: str, learner: LearnerConfig, mesh: Mesh, load: aot.Workload, model: ModelConfig) -> aot.Program:
+def _compile(
+  name: str, learner: LearnerConfig, meshes: tuple[Mesh, Mesh], load: aot.Workload, model: ModelConfig
+) -> aot.Program:
+  tokens = activation_sizes(name, meshes[1], load)
   if not _MEMORY_ONLY.value:
-    return aot.compile_program(_lower(name, model, learner, mesh, load))
-  remade = functools.partial(_lower_anew, name, model, learner, _MESH.value, _TOPOLOGY.value, load)
-  return aot.compile_memory(remade)
+    return aot.compile_program(_lower(name, model, learner, meshes, load), tokens)
+  texts = (_MESH.value, _ROLLOUT_MESH.value, _TOPOLOGY.value)
+  return aot.compile_memory(functools.partial(_lower_anew, name, model, learner, texts, load), tokens)
+
+
+def activation_sizes(name: str, mesh: Mesh, load: aot.Workload) -> set[int]:
+  """Returns the sizes of the dimension of an engine's activations that counts tokens: of all, or of a data shard."""
+  if name not in ENGINE_PROGRAMS:
+    return set()
+  counts = {load.slots} if name == "decode" else {load.prefill_rows, load.prefill_rows * load.prefill_tokens}
+  return counts | {count // mesh.shape["data"] for count in counts if count >= 8 * mesh.shape["data"]}
 
 
 def _lower_anew(
-  name: str, model: ModelConfig, learner: LearnerConfig, axes: str, topology: str, load: aot.Workload
+  name: str, model: ModelConfig, learner: LearnerConfig, texts: tuple[str, str | None, str | None], load: aot.Workload
 ) -> jax.stages.Lowered:
-  """Calls `_lower` in a process that has no mesh yet."""
-  return _lower(name, model, learner, build_mesh(parse_mesh(axes), topology), load)
+  """Calls `_lower` in a process that has no flags and no mesh yet."""
+  names = ("mesh", "rollout_mesh", "topology")
+  flags.FLAGS([name, *(f"--{flag}={text}" for flag, text in zip(names, texts, strict=True) if text is not None)])
+  return _lower(name, model, learner, build_meshes(), load)
 
 
-def _lower(name: str, model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: aot.Workload) -> jax.stages.Lowered:
+def _lower(
+  name: str, model: ModelConfig, learner: LearnerConfig, meshes: tuple[Mesh, Mesh], load: aot.Workload
+) -> jax.stages.Lowered:
+  mesh, engine_mesh = meshes
   if name == "policy":
     return aot.lower_policy_step(model, learner, mesh, load)
   if name == "critic":
     return aot.lower_critic_step(model, learner, mesh, load)
-  return aot.lower_decode_step(model, mesh, load)
+  return (aot.lower_decode_step if name == "decode" else aot.lower_prefill_step)(model, engine_mesh, load)
 
 
 def readable(size: float) -> str:

@@ -59,6 +59,7 @@ TESTS_WITHOUT_MODULE = {
   "models/gmm_test.py": "the TPU's path through moe, interpreted",
   "parallel/layers_test.py": "layers of models under shard_map, in a process with 8 devices",
   "parallel/loop_mesh_test.py": "the whole loop on meshes and in two processes",
+  "parallel/split_mesh_test.py": "engines on meshes of their own, in processes with 8 and 12 devices",
   "rollout/engine/invariants_test.py": "the engine with any environment and with real models",
   "training/cluster_loop_test.py": "the whole loop with engines in Ray workers",
   "training/disk_test.py": "the whole loop on a full disk and in a read-only workdir",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import multiprocessing
@@ -10,19 +11,29 @@ import pathlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from experiments.support import hlo
 from sao_jax.learner import LearnerConfig, LearnerState, init_state, make_critic_step
 from sao_jax.learner.update import update_policy
 from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy, policy_apply, value_apply
-from sao_jax.parallel import batch_shardings, cache_shardings, constrain_params, on_mesh, replicated, shardings_for
-from sao_jax.parallel.axes import ROWS, axes_in_use
+from sao_jax.parallel import (
+  batch_shardings,
+  cache_shardings,
+  cached_on_mesh,
+  constrain_params,
+  on_mesh,
+  replicated,
+  shardings_for,
+)
+from sao_jax.parallel.axes import weights_in_place
+from sao_jax.parallel.engine_weights import cast_for_engine
+from sao_jax.parallel.rules import ENGINE_RULES, RULES
 from sao_jax.types import Params, TokenBatch
 
 _ASSIGNMENT = "*after_optimizations-buffer-assignment.txt"
@@ -40,13 +51,20 @@ class Program:
   flops: float
   """The compiler's count: loop bodies once, Pallas kernels not at all. NaN if the compiler was stopped early."""
   bytes_moved: float
-  """NaN if the compiler was stopped early."""
+  """Between main memory and cores; see `hlo.moved_bytes`. NaN if the compiler was stopped early."""
   collectives: Mapping[str, hlo.Traffic]
+  gathered_weights: float = 0.0
+  """Bytes of all-gathers of anything but activations; see `hlo.gathered_weights`."""
 
   @property
   def peak(self) -> float:
     """Bytes that must fit: arguments, outputs that do not reuse them, and temporaries."""
     return self.arguments + self.outputs - self.aliased + self.temporaries
+
+  @property
+  def collective_bytes(self) -> int:
+    """Bytes of the results of all collectives."""
+    return sum(traffic.bytes for traffic in self.collectives.values())
 
   def extrapolate(self, other: Program, steps: float) -> Program:
     """Returns `self + steps * (self - other)` in every number, for programs with different numbers of layers."""
@@ -74,10 +92,23 @@ class Workload(NamedTuple):
   rows: int
   seq: int
   slots: int
+  live_tokens: int | None = None
+  """Tokens that each slot of an engine holds; None: `seq`."""
+  prefill_rows: int = 8
+  prefill_tokens: int = 512
+
+  @property
+  def live(self) -> int:
+    return self.live_tokens or self.seq
 
 
-def compile_program(lowered: jax.stages.Lowered) -> Program:
-  """Compiles a program and reads its figures."""
+def compile_program(lowered: jax.stages.Lowered, tokens: Collection[int] = ()) -> Program:
+  """Compiles a program and reads its figures.
+
+  Args:
+    lowered: the program.
+    tokens: sizes of the dimensions by which an activation is recognized, in the program of an engine.
+  """
   # Uses the compiler's own dump: the format behind `as_text()` differs between versions of jaxlib and libtpu.
   with tempfile.TemporaryDirectory() as folder:
     compiled = lowered.compile(compiler_options=_dump_to(folder))
@@ -89,16 +120,18 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
     aliased=memory.alias_size_in_bytes,
     temporaries=memory.temp_size_in_bytes,
     flops=cost.get("flops", math.nan),
-    bytes_moved=cost.get("bytes accessed", math.nan),
+    bytes_moved=hlo.moved_bytes(text),
     collectives=hlo.collectives(text),
+    gathered_weights=hlo.gathered_weights(text, tokens),
   )
 
 
-def compile_memory(lower: Callable[[], jax.stages.Lowered]) -> Program:
+def compile_memory(lower: Callable[[], jax.stages.Lowered], tokens: Collection[int] = ()) -> Program:
   """Compiles in a separate process that is stopped once memory is assigned, since a TPU's code takes most of the time.
 
   Args:
     lower: a picklable function that makes its own mesh.
+    tokens: see `compile_program`.
 
   Raises:
     RuntimeError: the compiler ended before it assigned memory; the message gives the reason.
@@ -126,6 +159,7 @@ def compile_memory(lower: Callable[[], jax.stages.Lowered]) -> Program:
     flops=math.nan,
     bytes_moved=math.nan,
     collectives=hlo.collectives(text),
+    gathered_weights=hlo.gathered_weights(text, tokens),
   )
 
 
@@ -226,28 +260,72 @@ def _batch_shardings(x: Any, mesh: Mesh) -> Any:
 
 
 def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
-  """Lowers one decode step of every slot, which returns the next logits and updates caches of `seq` tokens in place.
+  """Lowers one decode step of every slot, which returns the next logits and updates windows of `live` tokens in place.
 
-  Weights have the learner's dtype, like the engine's copy of them.
+  Args:
+    model: the model.
+    mesh: the learner's, on which weights have the learner's dtype and sharding; or an engine's own, on which they stay
+      in place in the compute dtype.
+    load: slots, and tokens that each holds.
   """
-  policy = cached_policy(model)
+  policy = cached_on_mesh(cached_policy(model), mesh, contextlib.nullcontext)
+  assert policy.placement is not None
+  on_slots, whole, sampled = policy.placement.slots, policy.placement.whole, policy.placement.logits
+  params = engine_shapes(model, mesh)
+  prepared_before = weights_in_place(mesh)
+  if prepared_before:
+    params = jax.eval_shape(cached_policy(model).prepare, params)
 
   def step(params: Any, window: Any, tokens: jax.Array, i: jax.Array) -> tuple[jax.Array, Any]:
-    prepared = policy.prepare(params)
+    prepared = params if prepared_before else policy.prepare(params)
     hidden, window = policy.step(prepared, window, tokens, i)
-    return jnp.dot(hidden, policy.lm_head(prepared), preferred_element_type=jnp.float32), window
+    return sampled(jnp.dot(hidden, policy.lm_head(prepared), preferred_element_type=jnp.float32)), window
 
-  params = policy_shapes(model)
-  rows = axes_in_use(mesh, *ROWS) or None
-  slots = jax.ShapeDtypeStruct((load.slots,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
-  whole = NamedSharding(mesh, PartitionSpec())
-  cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.seq))
-  window = jax.eval_shape(lambda cache, at: policy.window(cache, at, at, steps=1, live_lens=(load.seq,)), cache, slots)
+  slots = jax.ShapeDtypeStruct((load.slots,), jnp.int32, sharding=on_slots)
+  cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.live))
+  window = jax.eval_shape(lambda cache, at: policy.window(cache, at, at, steps=1, live_lens=(load.live,)), cache, slots)
   places = {**jax.tree.map(lambda _: whole, window), "groups": cache_shardings(window["groups"], mesh)}
-  logits = NamedSharding(mesh, PartitionSpec(rows, "tensor"))
-  jitted = jax.jit(on_mesh(step, mesh), donate_argnums=1, out_shardings=(logits, places))
+  jitted = jax.jit(on_mesh(step, mesh), donate_argnums=1, out_shardings=(None, places))
   i = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-  return jitted.lower(placed(params, shardings_for(params, mesh)), placed(window, places), slots, i)
+  return jitted.lower(placed(params, engine_shardings(params, mesh)), placed(window, places), slots, i)
+
+
+def lower_prefill_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+  """Lowers the prefill of `prefill_tokens` tokens of each of `prefill_rows` slots, behind contexts of `live` tokens."""
+  policy = cached_on_mesh(cached_policy(model), mesh, contextlib.nullcontext)
+  assert policy.placement is not None
+  params, whole = engine_shapes(model, mesh), policy.placement.whole
+
+  def step(params: Any, cache: Any, tokens: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array) -> Any:
+    return policy.extend(params, cache, tokens, slots, start, count, live_len=load.live)[1]
+
+  def int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
+
+  cache = jax.eval_shape(lambda: policy.init_cache(load.slots, load.live))
+  places = cache_shardings(cache, mesh)
+  rows = (int32(load.prefill_rows),) * 3
+  jitted = jax.jit(step, donate_argnums=1, out_shardings=places)
+  tokens = int32(load.prefill_rows, load.prefill_tokens)
+  return jitted.lower(placed(params, engine_shardings(params, mesh)), placed(cache, places), tokens, *rows)
+
+
+def engine_shapes(model: ModelConfig, mesh: Mesh) -> Params:
+  """Returns the shapes of an engine's copy of the weights: on a mesh of its own, in the compute dtype."""
+  shapes = policy_shapes(model)
+  return jax.eval_shape(lambda x: cast_for_engine(x, model.compute_dtype), shapes) if weights_in_place(mesh) else shapes
+
+
+def engine_shardings(params: Params, mesh: Mesh) -> Any:
+  """Returns the shardings of an engine's weights."""
+  return shardings_for(params, mesh, ENGINE_RULES if weights_in_place(mesh) else RULES)
+
+
+def decode_limit(model: ModelConfig, mesh: Mesh, load: Workload) -> float:
+  """Returns the bytes per device that a decode step must read: all weights and the live cache once, divided evenly."""
+  cache = jax.eval_shape(lambda: cached_policy(model).init_cache(1, 1))
+  weights = total_size(policy_shapes(model)) * model.compute_dtype.itemsize
+  return (weights + total_bytes(cache) * load.slots * load.live) / mesh.size
 
 
 def device_bytes(tree: Any, mesh: Mesh) -> int:

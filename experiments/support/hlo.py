@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -99,6 +100,135 @@ def collectives(text: str) -> dict[str, Traffic]:
         counts[kind] += times
         totals[kind] += times * sum(sizes)
   return {kind: Traffic(counts[kind], totals[kind]) for kind in KINDS if counts[kind]}
+
+
+class _Instruction(NamedTuple):
+  name: str
+  shape: str
+  """Text of the result's shape; a tuple in parentheses."""
+  operation: str
+  operands: tuple[str, ...]
+  line: str
+
+  def called(self) -> str:
+    return _CALLED.findall(self.line)[0]
+
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\((.*?)\)(?:,|$)")
+_FREE = frozenset((
+  "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "iota", "after-all",
+  "partition-id", "replica-id", "copy-done", "slice-done", "async-start", "async-update", "async-done",
+))  # fmt: skip
+_SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+
+
+def moved_bytes(text: str) -> float:
+  """Counts the bytes that a compiled module moves between a device's main memory and its cores.
+
+  Every instruction reads its operands and writes its results once; those in other memories (`S(1)`: a TPU's VMEM) count
+  nothing. Slices and updates count the part that they touch. So do fusions of them. A kernel (custom call) counts its
+  operands and results once. Loops with a known number of trips count each trip.
+  """
+  bodies = {name: _instructions(lines) for name, lines in _computations(text)}
+  total = 0.0
+  for name, times in _executions(dict(_computations(text))).items():
+    if not _is_fused(name, bodies):
+      total += times * sum(_traffic(one, bodies[name], bodies) for one in bodies[name].values())
+  return total
+
+
+def _instructions(lines: list[str]) -> dict[str, _Instruction]:
+  found = {}
+  for line in lines:
+    match = _INSTRUCTION.match(re.sub(r"/\*index=\d+\*/", "", line))
+    if match is not None:
+      name, shape, operation, operands = match.groups()
+      found[name] = _Instruction(name, shape, operation, tuple(re.findall(r"%([\w.\-]+)", operands)), line)
+  return found
+
+
+def _is_fused(name: str, bodies: Mapping[str, Mapping[str, _Instruction]]) -> bool:
+  """Whether a computation is the inside of a fusion or of a reduction, whose values are not in memory."""
+  inside = ("fusion", "reduce", "sort", "all-reduce", "reduce-scatter", "reduce-window", "scatter", "map")
+  return any(
+    one.operation.removesuffix("-start") in inside and name in _CALLED.findall(one.line)
+    for body in bodies.values() for one in body.values()
+  )  # fmt: skip
+
+
+def _traffic(
+  one: _Instruction, body: Mapping[str, _Instruction], bodies: Mapping[str, Mapping[str, _Instruction]]
+) -> float:
+  if one.operation in _FREE or one.operation.endswith("-done"):
+    return 0.0
+  sources = [body[name] for name in one.operands if name in body]
+  if one.operation == "fusion" and one.called() in bodies:
+    return _fusion_traffic(one, sources, bodies[one.called()])
+  if one.operation.endswith("-start"):  # returns its operands, too
+    return sum(_main_memory(source.shape) for source in sources) + max(
+      0.0, _main_memory(one.shape) - sum(_main_memory(source.shape) for source in sources)
+    )
+  if one.operation in _SLICES:
+    return 2 * _main_memory(one.shape)
+  if one.operation == "dynamic-update-slice":
+    return 2 * _size(body, one.operands[1])
+  return _main_memory(one.shape) + sum(_main_memory(source.shape) for source in sources)
+
+
+def _fusion_traffic(one: _Instruction, sources: list[_Instruction], inside: Mapping[str, _Instruction]) -> float:
+  """Reads of a fusion's operands, of which it may use slices, and writes of its results, which it may update."""
+  parameters = {
+    int(re.findall(r"parameter\((\d+)\)", inner.line)[0]): inner.name
+    for inner in inside.values() if inner.operation == "parameter"
+  }  # fmt: skip
+  updates = [inner for inner in inside.values() if inner.operation == "dynamic-update-slice"]
+  written = sum(_size(inside, update.operands[1]) for update in updates)
+  total = float(written) if updates else _main_memory(one.shape)
+  for number, source in enumerate(sources):
+    total += min(_main_memory(source.shape), _used(parameters.get(number, ""), inside))
+  return total
+
+
+def _used(name: str, inside: Mapping[str, _Instruction]) -> float:
+  """Bytes of a value that its users inside a fusion read."""
+  total = 0.0
+  for user in inside.values():
+    if name not in user.operands:
+      continue
+    if user.operation in _SLICES and user.operands[0] == name:
+      total += sum(shape_bytes(user.shape))
+    elif user.operation == "dynamic-update-slice" and user.operands[0] == name:
+      total += _size(inside, user.operands[1])
+    elif user.operation in ("bitcast", "get-tuple-element"):
+      total += _used(user.name, inside)
+    else:
+      return float("inf")
+  return total
+
+
+def _size(body: Mapping[str, _Instruction], name: str) -> float:
+  return sum(shape_bytes(body[name].shape)) if name in body else 0.0
+
+
+def _main_memory(shape: str) -> float:
+  """Bytes of a shape's arrays in main memory: those whose layout names no other memory space."""
+  arrays = re.findall(r"[a-z]+[0-9]*[a-z0-9]*\[[0-9,]*\](?:\{[^}]*\})?", shape)
+  return float(sum(sum(shape_bytes(array)) for array in arrays if not re.search(r"S\(\d+\)", array)))
+
+
+def gathered_weights(text: str, tokens: Collection[int]) -> int:
+  """Returns the bytes of all-gathers whose result is no activation: it has no dimension of one of `tokens`."""
+  bodies = dict(_computations(text))
+  total = 0
+  for name, times in _executions(bodies).items():
+    for line in bodies[name]:
+      match = _COLLECTIVE.search(line)
+      if match is not None and match.group(2) == "all-gather":
+        shapes = [tuple(map(int, filter(None, dims.split(",")))) for _, dims in _SHAPE.findall(match.group(1))]
+        largest = max(shapes, key=math.prod)
+        if not any(size in tokens for size in largest):
+          total += times * max(shape_bytes(match.group(1)))
+  return total
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:

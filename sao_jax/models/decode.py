@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from sao_jax.models.config import ModelConfig
+from sao_jax.models.embedding import look_up
 from sao_jax.models.layers import LayerCache, apply_rope, rms_norm, rope_tables, write_span
 from sao_jax.models.moe import MoE
 from sao_jax.types import Cache, Params
@@ -138,7 +139,7 @@ def step(
     (jnp.arange(length) >= length - steps - first[:, None]) & (jnp.arange(length) <= column)
     for length, column, first in zip(lengths, columns, jnp.split(window["positions"], len(groups)), strict=True)
   ]
-  x = prepared["embed"]["embedding"].astype(config.compute_dtype).at[tokens].get(mode="clip")
+  x = look_up(prepared["embed"]["embedding"], tokens, config.compute_dtype)
   written: list[dict[str, LayerCache]] = [{} for _ in groups]
   for n in range(config.num_layers):
     name = f"layers_{n}"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from sao_jax.models.config import ModelConfig
+from sao_jax.models.embedding import look_up
 from sao_jax.models.layers import MLP, Attention, LayerCache, RMSNorm, rope_tables
 from sao_jax.models.moe import MoE
 from sao_jax.parallel.constraints import constrain, constrain_residual, constrain_tokens
@@ -119,7 +120,7 @@ class Transformer(nn.Module):
   ) -> tuple[Float[Array, "R D"], Cache]:
     """Feeds up to C tokens to each of R slots; see `types.CachedPolicy.extend`."""
     rope = rope_tables(self.config, start[:, None] + jnp.arange(tokens.shape[1]))
-    x = self.embed(tokens)
+    x = look_up(self.embed.embedding, tokens, self.config.compute_dtype)
     new_cache = {}
     for i, layer in enumerate(self.layers):
       x, new_cache[f"layers_{i}"] = layer.extend(x, rope, cache[f"layers_{i}"], slots, start, count, live_len)

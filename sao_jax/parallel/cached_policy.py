@@ -13,8 +13,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sao_jax.parallel.axes import ROWS, axes_in_use
-from sao_jax.parallel.rules import CACHE_RULES, matches, path_components, replicated, spec_for
+from sao_jax.parallel.axes import ROWS, axes_for, axes_in_use, weights_in_place
+from sao_jax.parallel.rules import (
+  CACHE_RULES,
+  ENGINE_RULES,
+  matches,
+  path_components,
+  replicated,
+  shardings_for,
+  spec_for,
+)
 from sao_jax.parallel.step import on_mesh
 from sao_jax.types import Cache, CachedPolicy, Params, SlotPlacement, Window
 
@@ -62,6 +70,22 @@ def cached_on_mesh(
     hidden, window = policy.step(prepared, window, tokens, i)
     return hidden, constrain_cache(window)
 
+  def prepare(params: Params) -> Params:
+    prepared = policy.prepare(params)
+    if not weights_in_place(mesh):
+      return prepared
+    return jax.lax.with_sharding_constraint(prepared, shardings_for(prepared, mesh, ENGINE_RULES))
+
+  def logits(x: jax.Array) -> jax.Array:
+    if not weights_in_place(mesh):
+      return x
+    # Without the first constraint, the compiler would gather the output head. The second is one all-to-all.
+    head = spec_for(("lm_head", "kernel"), (1, x.shape[-1]), mesh, ENGINE_RULES)[1]
+    rows = axes_for(mesh, x.shape[0], *ROWS, "tensor") or axes_in_use(mesh, *ROWS)
+    for spec in (PartitionSpec(axes_in_use(mesh, "data") or None, head), PartitionSpec(rows or None)):
+      x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return x
+
   def merge(cache: Cache, window: Window, count: jax.Array) -> Cache:
     return constrain_cache(policy.merge(cache, window, count))
 
@@ -69,12 +93,12 @@ def cached_on_mesh(
   return CachedPolicy(
     init_cache=init_cache,
     extend=on_mesh(extend, mesh),
-    prepare=policy.prepare,
+    prepare=prepare,
     window=window,
     step=on_mesh(step, mesh),
     lm_head=policy.lm_head,
     merge=merge,
-    placement=SlotPlacement(NamedSharding(mesh, slots), replicated(mesh), dispatching),
+    placement=SlotPlacement(NamedSharding(mesh, slots), replicated(mesh), dispatching, logits),
   )
 
 

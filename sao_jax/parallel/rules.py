@@ -73,13 +73,16 @@ VOCABULARY = ("tensor", "expert")
 ENGINE_RULES: tuple[Rule, ...] = (
   Rule("embed/embedding", (VOCABULARY, None), cast=False),
   Rule("embed/embedding", ("tensor", None), cast=False),
+  Rule("embed/embedding", (None, None), cast=False),
   Rule("lm_head/kernel", (None, VOCABULARY), cast=False),
   Rule("lm_head/kernel", (None, "tensor"), cast=False),
-  Rule("attention/{q_proj,k_proj,v_proj}/kernel", (None, "tensor")),
-  Rule("attention/{q_proj,k_proj,v_proj}/bias", ("tensor",)),
-  Rule("attention/o_proj/kernel", ("tensor", None)),
-  Rule("attention/o_proj/bias", (None,)),
-  Rule("attention/{q_norm,k_norm}/scale", (None,), cast=False),
+  Rule("lm_head/kernel", (None, None), cast=False),
+  Rule("{q_proj,k_proj,v_proj,qkv}/kernel", (None, "tensor")),
+  Rule("{q_proj,k_proj,v_proj,qkv}/bias", ("tensor",)),
+  Rule("o_proj/kernel", ("tensor", None)),
+  Rule("o_proj/bias", (None,)),
+  Rule("{q_norm,k_norm}/scale", (None,), cast=False),
+  Rule("qk_scale", (None, None), cast=False),
   Rule("{mlp,shared_experts}/{gate_proj,up_proj}/kernel", (None, "tensor")),
   Rule("{mlp,shared_experts}/{gate_proj,up_proj}/bias", ("tensor",)),
   Rule("{mlp,shared_experts}/down_proj/kernel", ("tensor", None)),
@@ -93,7 +96,8 @@ ENGINE_RULES: tuple[Rule, ...] = (
   Rule("router/correction_bias", (None,), cast=False),
   Rule("*norm/scale", (None,), cast=False),
 )
-"""Weights that stay in place: tensor and expert axes, replicas along `data`."""
+"""Weights that stay in place: tensor and expert axes, replicas along `data`. Joined weights of `CachedPolicy.prepare`
+have rows, too."""
 
 CACHE_RULES: tuple[Rule, ...] = (  # `tensor` may have more devices than a model has key/value heads.
   Rule("key", (ROWS, IfEven("tensor"), None, "context")),  # [S, K, Dh, max_len]

@@ -1,7 +1,8 @@
 """Engines on meshes of virtual devices against one device: `python -m tests.parallel.split_program PLACEMENT ...`.
 
 A PLACEMENT is `LEARNER MESH:ROLLOUT SETTINGS`, such as `data=4:placement=split,num_engines=2,tensor=2`. The last line
-holds, for each, the trajectories of one `generate`, and whether engines decode while the learner's lock is held.
+holds, for each, the trajectories of one `generate`, whether the weights arrived as they were, where they lie, and
+whether engines decode while the learner's lock is held.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import threading
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sao_jax import models
 from sao_jax.models import ModelConfig
-from sao_jax.parallel import RolloutMeshConfig, parse_mesh
+from sao_jax.parallel import MeshConfig, RolloutMeshConfig, make_mesh, parse_engine_mesh, parse_mesh, place
+from sao_jax.parallel.engine_weights import cast_for_engine, jit_layout, layout_mesh, send
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.training.components import Components
 from sao_jax.types import Params
@@ -40,13 +43,34 @@ def parse(placement: str) -> dict[str, Any]:
   return {"mesh": parse_mesh(mesh), "rollout_mesh": RolloutMeshConfig(placement=kind, **sizes)}
 
 
+def arrived(weights: Params, sent: Params) -> bool:
+  """Whether an engine's weights are the learner's, cast where the model casts them."""
+  wanted = cast_for_engine(sent, MODEL.compute_dtype)
+  same = jax.tree.map(lambda x, y: x.dtype == y.dtype and bool(np.array_equal(x, y)), weights, wanted)
+  return all(jax.tree.leaves(same))
+
+
+def sent_as_bfloat16(params: Params, learner: int, engine: str) -> bool:
+  """Sends weights from a mesh of `learner` devices to one of the next devices, in the compute dtype bfloat16."""
+  config, devices = parse_engine_mesh(engine), jax.devices()
+  target = make_mesh(config, devices[learner : learner + (config.num_devices() or 0)])
+  source = make_mesh(MeshConfig(data=learner), devices[:learner])
+  layout = layout_mesh(source, tuple(target.shape.values()))
+  got = send(jit_layout(params, layout, jnp.bfloat16)(place(params, source)), target)
+  wanted = cast_for_engine(params, jnp.bfloat16)
+  same = jax.tree.map(lambda x, y: x.dtype == y.dtype and bool(np.array_equal(x, y)), got, wanted)
+  kernel = got["layers_1"]["attention"]["q_proj"]["kernel"]
+  assert kernel.dtype == jnp.bfloat16 and set(kernel.devices()) == set(target.devices.flat)
+  return all(jax.tree.leaves(same))
+
+
 def generate(parts: Components, weights: Params) -> dict[int, tuple[list[int], list[float]]]:
   done = {x.episode_id: x for x in parts.engine.generate(lambda _: (weights, 0), REQUESTS, seed=1)}
   return {i: (done[i].tokens.tolist(), np.nan_to_num(done[i].behavior_logp).tolist()) for i in sorted(done)}
 
 
-def generates_while_learner_dispatches(parts: Components, weights: Params) -> bool:
-  """Holds the learner's lock until an engine has finished the episodes, or half a minute has passed."""
+def generates_while_learner_dispatches(parts: Components, weights: Params, limit_s: float) -> bool:
+  """Holds the learner's lock until the engines have finished the episodes, which are compiled, or time is up."""
   finished = threading.Event()
 
   def call() -> None:
@@ -57,7 +81,7 @@ def generates_while_learner_dispatches(parts: Components, weights: Params) -> bo
   thread = threading.Thread(target=call)
   with parts.placement.dispatching():
     thread.start()
-    alone = finished.wait(20.0)
+    alone = finished.wait(limit_s)
   thread.join()
   return alone
 
@@ -73,13 +97,22 @@ def main(*placements: str) -> None:
   for placement in placements:
     config = dataclasses.replace(base, **parse(placement))
     with Components(config, loop_program.make_domain()) as parts:
-      weights = parts.placement.for_engine(parts.placement.put(models.init_policy(MODEL, jax.random.key(0))))
+      params = models.init_policy(MODEL, jax.random.key(0))
+      weights = parts.placement.for_engine(parts.placement.put(params))
+      split = config.rollout_mesh.placement == "split"
+      each = weights if split else [weights]
       reports[placement] = {
         "episodes": generate(parts, weights),
-        "overlaps": config.rollout_mesh.placement == "split" and generates_while_learner_dispatches(parts, weights),
+        "overlaps": generates_while_learner_dispatches(parts, weights, 60.0 if split else 2.0),
+        "arrived": all(arrived(one, params) for one in each),
+        "devices": [sorted(d.id for d in one["embed"]["embedding"].devices()) for one in each],
         "engines": len(parts.placement.engine_meshes),
         "counted": parts.engine.counters["episodes_finished"],
       }
+  if jax.device_count() == 12:
+    params = models.init_policy(MODEL, jax.random.key(0))
+    for engine in ("tensor=2,expert=3", "tensor=4", "data=5"):  # in as many shards, in more, and in fewer
+      assert sent_as_bfloat16(params, 6, engine), engine
   print(json.dumps(reports))
 
 

@@ -202,6 +202,8 @@ def _decode(
     i, window, state, tokens_out, logp_out = carry
     hidden, window = model.step(prepared, window, state.token, i)
     logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / spec.temperature
+    if model.placement is not None:
+      logits = model.placement.logits(logits)
     if spec.top_p < 1.0:
       logits = nucleus(logits, top_p=spec.top_p)
     tokens, logp = sample_tokens(logits, noise[i])
