@@ -186,7 +186,7 @@ class RunConfig:
   remote: RemoteConfig = RemoteConfig()
   """Server that generates the rollouts, in place of the embedded engine."""
   cluster: ClusterConfig = ClusterConfig()
-  """`async` only: several engines in Ray workers, on this machine or others, each on one device."""
+  """`async` only: several engines in Ray workers, on this machine or others, each on devices of its own."""
   env: EnvConfig = EnvConfig()
   mesh: MeshConfig = MeshConfig(data=1)
   """Devices of the learner, see `placement.Placement`. data=1 is one device; an axis of -1 takes all remaining ones.
@@ -236,6 +236,15 @@ class RunConfig:
       self.engine.top_p,
       "1.0 with num_steps > 0: the learner scores the whole distribution, not a truncated one",
     )
+
+  @property
+  def uses_embedded_engine(self) -> bool:
+    """Whether an engine on the learner's devices generates: with `cluster`, only for evaluations and value
+    pretraining."""
+    if self.remote.url is not None:
+      return False
+    pretraining = self.learner.uses_critic and self.critic.pretraining_trajectories > 0
+    return not self.cluster.num_engines or self.eval_episodes > 0 or pretraining
 
   def _apply_algorithm(self) -> None:
     """Sets learner fields to the algorithm's values where they have their defaults; other values must agree."""

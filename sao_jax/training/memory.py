@@ -87,7 +87,7 @@ def needs(
     }
   else:
     found = {"policy": _bytes(state.policy, mesh), "weights of the engine": weights}
-  if config.has_embedded_engines:
+  if config.uses_embedded_engine:
     found["cache of the engine"] = _cache_bytes(config, engine_mesh)
   return found
 

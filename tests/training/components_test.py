@@ -49,7 +49,7 @@ def test_config_decides_how_the_checkpoint_is_computed_and_stored(saved):
 
 def test_another_architecture_is_refused_before_the_engine_is_made(saved, monkeypatch):
   config, _ = saved
-  monkeypatch.setattr(components, "_embedded_engine", None)
+  monkeypatch.setattr(components, "embedded_engines", None)
   policy = dataclasses.replace(config.policy, rope_theta=5e5)
   with pytest.raises(ValueError, match=r"policy must be that of .*: rope_theta is 500000.0 here and 10000.0 there"):
     Components(dataclasses.replace(config, policy=policy), digits.make_domain())
