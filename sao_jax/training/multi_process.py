@@ -92,7 +92,8 @@ class MultiProcessSchedule:
     return exchange_trajectories(self._placement, self._schedule.next_batch(version))
 
   def evaluate(self, requests: Sequence[EpisodeRequest], *, seed: int) -> list[Trajectory]:
-    mine = list(itertools.islice(requests, jax.process_index(), None, jax.process_count()))
+    index, count = self._part
+    mine = list(itertools.islice(requests, index, None, count))
     return exchange_trajectories(self._placement, self._schedule.evaluate(mine, seed=seed))
 
   def counters(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from sao_jax.parallel.axes import ROWS, check_split
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.parallel.mesh import MeshConfig, RolloutMeshConfig
 from sao_jax.rollout.engine.engine import Engine
+from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.rollout.ray.cluster import EngineCluster
 from sao_jax.rollout.ray.config import ClusterConfig
 from sao_jax.rollout.ray.hub import HubAddress, RemoteSender
@@ -92,6 +93,10 @@ class NoRollouts:
     self._engines = engines
 
   def next_batch(self, version: int) -> list[Trajectory]:
+    self._engines.check()
+    return []
+
+  def evaluate(self, requests: Sequence[EpisodeRequest], *, seed: int) -> list[Trajectory]:
     self._engines.check()
     return []
 
