@@ -258,11 +258,14 @@ def _remote_engine(config: RunConfig, domain: Domain, placement: Placement, prom
       logp = compiled(params, tokens)
     return np.asarray(logp)
 
-  bound = max_logprob_error(config)
+  bound, engine = max_logprob_error(config), config.engine
+  check = WeightCheck(
+    score=score, max_error=bound, max_len=engine.max_len, max_action_tokens=engine.max_action_tokens
+  )
   return RemoteEngine(
     remote=config.remote,
     save_weights=save,
-    check=WeightCheck(score=score, max_error=bound, max_len=config.engine.max_len) if bound < math.inf else None,
+    check=check if bound < math.inf else None,
     make_env=functools.partial(BothSplits, domain, prompts),
     tokenizer=domain.tokenizer,
     config=config.engine,
