@@ -103,6 +103,7 @@ def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console, 
   console.print(f"plots       {named / 'plots'}")
   console.print(f"checkpoint  {named / 'checkpoints' / str(summary['num_steps'])}")
   console.print(f"evaluate    python -m experiments.evaluate --workdir={named}")
+  console.print(f"export      python -m experiments.export --workdir={named} --out=DIR")
 
 
 WHEN = ("before", "after")

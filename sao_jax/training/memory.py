@@ -156,10 +156,11 @@ def _check_devices(mesh: Mesh, found: Mapping[str, int]) -> None:
   sizes = ", ".join(f"{name} {size / _GB:.1f} GB" for name, size in found.items() if size)
   largest = max(_HINTS, key=lambda name: found.get(name, 0))
   device = mesh.devices.flat[0]
+  each = f" on each of {mesh.size} devices" if mesh.size > 1 else ""
   where = "of the host's memory is free for it" if device.platform == "cpu" else f"is free on {device.device_kind}"
   raise ValueError(
-    f"this run does not fit: it needs at least {total / _GB:.1f} GB on each of {mesh.size} devices, and "
-    f"{free / _GB:.1f} GB {where}. In detail: {sizes}. The largest part that a setting changes is the {largest}: use "
+    f"this run does not fit: it needs at least {total / _GB:.1f} GB{each}, and {free / _GB:.1f} GB {where}. In detail: "
+    f"{sizes}. The largest part that a setting changes is the {largest}: use "
     f"{_HINTS[largest]}."
   )
 

@@ -42,7 +42,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(monkeyp
   sizes = {"hidden_size": 16_384, "intermediate_size": 65_536, "num_layers": 40, "num_experts": 0}
   large = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **sizes))
   message = (
-    r"this run does not fit: it needs at least [\d.]+ GB on each of 1 devices, and [\d.]+ GB of the host's memory is "
+    r"this run does not fit: it needs at least [\d.]+ GB, and [\d.]+ GB of the host's memory is "
     r"free for it\. In detail: policy [\d.]+ GB, critic .*The largest part that a setting changes is the policy: use "
     r"more devices along mesh\.fsdp, or a smaller model\."
   )
