@@ -56,6 +56,14 @@ def test_a_delta_of_most_values_is_no_delta():
   assert delta is not None and delta.nbytes <= transfer.MAX_DELTA_SHARE * new.nbytes
   new[: BLOCK // 3] += 1
   assert transfer.encode(new, old) is None
+  old = np.zeros(2**21, np.uint16)  # large enough for a sample
+  new = old.copy()
+  assert transfer.encode(new + 1, old) is None
+  new[:: transfer._SAMPLE_STRIDE] = 1  # the sample alone
+  assert transfer.encode(new, old) is None
+  new = old.copy()
+  new[3::100] = 1
+  np.testing.assert_array_equal(transfer.decode(transfer.encode(new, old), old), new)
 
 
 @settings(max_examples=30, deadline=None)
