@@ -115,7 +115,8 @@ def main(argv: Sequence[str]) -> None:
   if compiled.keys() >= set(PROGRAMS[:3]):
     report_run(state, compiled)
   limits = {name: aot.decode_limit(model, engine_mesh, load) for name in ENGINE_PROGRAMS}
-  print(json.dumps({name: summary(program, limits.get(name)) for name, program in programs.items()}))
+  sizes = {"model": _MODEL.value, "slots": load.slots, "live_tokens": load.live, "devices": engine_mesh.size}
+  print(json.dumps({**sizes, **{name: summary(program, limits.get(name)) for name, program in programs.items()}}))
 
 
 def shown(mesh: Mesh) -> str:

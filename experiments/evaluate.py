@@ -38,6 +38,7 @@ from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.jsonl import JsonlFile, cut_after_step
 from sao_jax.learner.algorithms import learner_config
 from sao_jax.rollout import EngineConfig, TooManyFailuresError
+from sao_jax.rollout.failures import by_count
 from sao_jax.training import config as config_lib
 from sao_jax.training import evaluation, pretrained, run_state
 from sao_jax.training.components import Components
@@ -155,9 +156,11 @@ def evaluate_run(
       raise all_failed(result.n, parts)
   if samples is not None:
     trajectory_io.write(samples, result.trajectories, step=step)
+  kinds = f": {by_count(result.failed_by_kind)}" if result.failed else ""
   print(
     f"checkpoint {step}: success {result.success_rate:.3f} (95 % interval {result.low:.3f} to {result.high:.3f}), "
-    f"n = {result.n}, {result.turns_mean:.2f} turns, {result.failed} failed episodes"
+    f"n = {result.n}, mean reward {result.reward_mean:.3g}, {result.turns_mean:.2f} turns, "
+    f"{result.n - result.failed - result.solved} unsolved, {result.failed} failed episodes{kinds}"
   )
 
 
@@ -266,7 +269,7 @@ def describe(result: evaluation.PassAtOne) -> str:
 
 def all_failed(count: int, parts: Components) -> TooManyFailuresError:
   """Makes the error for an evaluation without a successful episode, with the kinds of failures."""
-  kinds = ", ".join(f"{kind} ({n})" for kind, n in parts.rollouts.counters()["failed_by_kind"].items())
+  kinds = by_count(parts.rollouts.counters()["failed_by_kind"])
   return TooManyFailuresError(
     f"all {count} episodes failed, so nothing was measured: {kinds}; the first of each kind is logged above."
   )

@@ -10,6 +10,7 @@ Thin lines are the learner steps, thick ones a running mean over `SMOOTHING` of 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pathlib
@@ -72,6 +73,7 @@ def plot_run(workdir: str | os.PathLike[str]) -> list[pathlib.Path]:
   folder.mkdir(exist_ok=True)
   draws: dict[str, Callable[[Figure], bool]] = {
     "reward": lambda figure: draw_reward(figure, learner, evaluation),
+    "reward_curve": lambda figure: draw_reward_curve(figure, learner, evaluation),
     "explained_variance": lambda figure: draw_explained_variance(figure, learner),
     "masked_fraction": lambda figure: draw_masked_fraction(figure, learner),
     "critic_gradient_norm": lambda figure: draw_critic_gradient_norm(figure, learner),
@@ -147,11 +149,9 @@ def _labels(workdirs: Sequence[pathlib.Path]) -> list[str]:
 
 
 def draw_reward(figure: Figure, learner: Rows, evaluation: Rows) -> bool:
-  """Training success and reward per step; held-out success with its 95 % interval."""
+  """Training success per step; held-out success with its 95 % interval."""
   axes = _axes(figure, "Success", "learner step", "fraction of episodes")
   _line(axes, learner, "success_rate", BLUE, "training success")
-  if _differ(learner, "reward_mean", "success_rate"):
-    _line(axes, learner, "reward_mean", GREY, "mean reward")
   if evaluation:
     rates = np.array([row["eval_success_rate"] for row in evaluation])
     bounds = np.array([_interval(row) for row in evaluation])
@@ -159,8 +159,23 @@ def draw_reward(figure: Figure, learner: Rows, evaluation: Rows) -> bool:
     steps = [row["step"] for row in evaluation]
     form = {"fmt": "o-" if len(steps) > 2 else "o", "markersize": 5, "capsize": 3}
     axes.errorbar(steps, rates, errors, color=ORANGE, label="held-out success (95 %)", **form)
-  low = min(0.0, min(row["reward_mean"] for row in learner))
-  axes.set_ylim(low, max(1.0, *(row["reward_mean"] for row in learner)))
+  axes.set_ylim(0.0, 1.0)
+  legend_beside(axes)
+  return True
+
+
+def draw_reward_curve(figure: Figure, learner: Rows, evaluation: Rows) -> bool:
+  """Mean reward, its parts and the held-out mean, on their own scale; False where the reward is the success."""
+  if not _differ(learner, "reward_mean", "success_rate"):
+    return False
+  axes = _axes(figure, "Reward", "learner step", "mean over trajectories")
+  _line(axes, learner, "reward_mean", BLUE, "reward")
+  parts = sorted({key for row in learner for key in row if key.startswith("reward/")})
+  for key, color in zip(parts, itertools.cycle((GREEN, GREY, "#8a5fb0", "#b0413e"))):
+    _line(axes, learner, key, color, key.removeprefix("reward/"))
+  steps = [row["step"] for row in evaluation if "eval_reward_mean" in row]
+  held_out = [row["eval_reward_mean"] for row in evaluation if "eval_reward_mean" in row]
+  axes.plot(steps, held_out, "o", color=ORANGE, markersize=5, label="held-out reward")
   legend_beside(axes)
   return True
 

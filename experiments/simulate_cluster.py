@@ -2,6 +2,10 @@
 
     python -m experiments.simulate_cluster                             # the paper's setting; see PAPER
     python -m experiments.simulate_cluster --trajectories=runs/x/trajectories.jsonl --slots=32 --token_s=0.004
+    python -m experiments.simulate_cluster --decode_report=experiments/results/compiled/qwen3_30b_a3b_v5p.json
+
+The third takes the step times of engine and learner from a `compile_report` and a chip's stated rates
+(`simulator.step_times`). They are computed, not measured.
 
 Prints a row per schedule, the best split of `--chips`, and one JSON object on the last line. `--plots=DIR` also draws
 the speed-up against the number of engines, and utilisation and staleness. The paper gives limits (128k tokens and 300
@@ -18,12 +22,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from absl import flags
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments import plots
+from experiments.presets.model_configs import MODELS
 from experiments.simulator.simulator import ClusterConfig, Result, simulate
+from experiments.simulator.step_times import CHIPS, StepTimes, read_report, step_times
 from experiments.simulator.workload import Distributions, LogNormal, Recorded, Workload
 from experiments.support import command
 
@@ -84,6 +91,7 @@ def best_split(
   chips: int,
   chips_per_engine: int,
   reference_trainer_chips: int,
+  min_trainer_chips: int = 1,
   num_steps: int = 20,
   seed: int = 0,
 ) -> list[Split]:
@@ -96,12 +104,14 @@ def best_split(
     chips: total number of chips.
     chips_per_engine: number of chips of one engine.
     reference_trainer_chips: see `config`.
+    min_trainer_chips: the least number of chips that hold the trainer's state.
     num_steps: trainer steps per simulation.
     seed: seed of the episodes.
   """
-  if chips < chips_per_engine + 1:
-    raise ValueError(f"chips must be at least chips_per_engine + 1 = {chips_per_engine + 1}; received {chips}.")
-  most = (chips - 1) // chips_per_engine
+  least = chips_per_engine + min_trainer_chips
+  if chips < least:
+    raise ValueError(f"chips must be at least chips_per_engine + {min_trainer_chips} = {least}; received {chips}.")
+  most = (chips - min_trainer_chips) // chips_per_engine
   splits = []
   for num_engines in sorted({max(1, round(most * k / 16)) for k in range(1, 17)}):
     trainer_chips = chips - num_engines * chips_per_engine
@@ -189,12 +199,62 @@ def define_flags() -> None:
   flags.DEFINE_integer("chips", 256, "The number of chips to split between trainer and engines.", lower_bound=2)
   flags.DEFINE_integer("chips_per_engine", 8, "The number of chips of one engine.", lower_bound=1)
   flags.DEFINE_integer("trainer_chips", 64, "The chips for which --train_s and --train_token_s hold.", lower_bound=1)
+  flags.DEFINE_integer("min_trainer_chips", 1, "The least chips that hold the trainer's state.", lower_bound=1)
+  flags.DEFINE_string(
+    "decode_report", None,
+    "A file with the output of compile_report for an engine's decode step. Replaces --token_s, --turn_s, --transfer_s, "
+    "--train_s, --train_token_s and --slots by computed values, and compares the schedules on the best split.",
+  )  # fmt: skip
+  flags.DEFINE_enum("model", "qwen3_30b_a3b", sorted(MODELS), "The model of --decode_report.")
+  flags.DEFINE_enum("chip", "v5p", sorted(CHIPS), "The chip of --decode_report.")
+  flags.DEFINE_integer("context", 60_000, "The tokens of a trajectory, for --decode_report.", lower_bound=1)
   flags.DEFINE_string("plots", None, "The folder for plots. Defaults to no plots.")
   flags.DEFINE_integer("steps", 40, "The number of trainer steps measured per simulation.", lower_bound=1)
   flags.DEFINE_integer("seed", 0, "The seed of the episodes.", lower_bound=0)
   for name, default in _cluster_numbers(PAPER).items():
     define = flags.DEFINE_float if isinstance(default, float) else flags.DEFINE_integer
     define(name, default, f"The cluster's {name}; see ClusterConfig.")
+
+
+def computed(config: ClusterConfig, workload: Workload) -> tuple[ClusterConfig, StepTimes]:
+  """Returns the cluster with computed step times, and these; `train_token_s` is that of --trainer_chips chips."""
+  options = flags.FLAGS
+  model = dataclasses.replace(MODELS[options.model](), dtype="bfloat16")
+  report = read_report(options.decode_report)
+  rng = np.random.default_rng(0)
+  episodes = [workload.draw(rng) for _ in range(2_000)]
+  actions = float(np.mean([episode.tokens for episode in episodes]))
+  turns = float(np.mean([episode.turns for episode in episodes]))
+  if actions >= options.context:
+    raise ValueError(f"--context must be above an episode's {actions:.0f} action tokens; received {options.context}.")
+  times = step_times(
+    report, model, CHIPS[options.chip], chips_per_engine=options.chips_per_engine, context=options.context,
+    observation=(options.context - actions) / turns,
+  )  # fmt: skip
+  per_action = options.context / actions
+  return dataclasses.replace(
+    config, slots=report["slots"], token_s=times.token_s, turn_s=times.turn_s, transfer_s=times.transfer_s, train_s=0.0,
+    train_token_s=times.train_chip_s * per_action / options.trainer_chips,
+  ), times  # fmt: skip
+
+
+def print_computed(times: StepTimes, config: ClusterConfig, splits: Sequence[Split], context: int) -> None:
+  """Prints computed step times, and what each split of the chips gives."""
+  options = flags.FLAGS
+  print(
+    f"computed, not measured ({options.model} on {options.chip}, contexts of {context:,} tokens):\n"
+    f"  decode step {times.token_s * 1e3:.1f} ms, or {config.slots / times.token_s:,.0f} tokens/s from an engine of "
+    f"{options.chips_per_engine} chips with {config.slots} sequences\n"
+    f"  prefill of a turn {times.turn_s * 1e3:.1f} ms, weights to an engine {times.transfer_s * 1e3:.0f} ms, learner "
+    f"{times.train_chip_s * 1e3:.3f} ms per token on one chip"
+  )
+  print(f"{'engines':>9}{'trainer chips':>15}{'traj/hour':>11}{'slots':>8}{'trainer':>9}{'staleness':>11}{'step s':>8}")
+  for split in sorted(splits, key=lambda split: split.num_engines):
+    r = split.result
+    print(
+      f"{split.num_engines:9d}{split.trainer_chips:15d}{3600 * r.trajectories_per_s:11.0f}{r.slot_utilisation:8.1%}"
+      f"{r.trainer_utilisation:9.1%}{r.staleness_mean:11.2f}{1 / r.steps_per_s:8.0f}"
+    )
 
 
 def _cluster_numbers(config: ClusterConfig) -> dict[str, float | int]:
@@ -212,12 +272,22 @@ def main(argv: Sequence[str]) -> None:
   folder = None if options.plots is None else pathlib.Path(options.plots)
   if folder is not None:  # before the simulations, in case the folder cannot be made
     folder.mkdir(parents=True, exist_ok=True)
-  results = compare(config, workload, num_steps=options.steps, seed=options.seed)
-  print_table(results)
+  times = None
+  if options.decode_report is not None:
+    config, times = computed(config, workload)
   splits = best_split(
     config, workload, chips=options.chips, chips_per_engine=options.chips_per_engine,
-    reference_trainer_chips=options.trainer_chips, num_steps=options.steps, seed=options.seed,
+    reference_trainer_chips=options.trainer_chips, min_trainer_chips=options.min_trainer_chips,
+    num_steps=options.steps, seed=options.seed,
   )  # fmt: skip
+  if times is not None:
+    print_computed(times, config, splits, options.context)
+    slower = options.trainer_chips / splits[0].trainer_chips
+    config = dataclasses.replace(
+      config, num_engines=splits[0].num_engines, train_token_s=config.train_token_s * slower
+    )  # fmt: skip
+  results = compare(config, workload, num_steps=options.steps, seed=options.seed)
+  print_table(results)
   best = splits[0]
   print(
     f"best split of {options.chips} chips (async, in flight): {best.num_engines} engines of {options.chips_per_engine} "
@@ -233,7 +303,15 @@ def main(argv: Sequence[str]) -> None:
     "slot_utilisation": {name: result.slot_utilisation for name, result in results.items()},
     "trainer_utilisation": {name: result.trainer_utilisation for name, result in results.items()},
     "staleness_mean": {name: result.staleness_mean for name, result in results.items()},
-    "best_split": {"num_engines": best.num_engines, "trainer_chips": best.trainer_chips},
+    "best_split": {
+      "num_engines": best.num_engines,
+      "trainer_chips": best.trainer_chips,
+      "trajectories_per_hour": 3600 * best.result.trajectories_per_s,
+      "slot_utilisation": best.result.slot_utilisation,
+      "trainer_utilisation": best.result.trainer_utilisation,
+      "staleness_mean": best.result.staleness_mean,
+    },
+    **({} if times is None else {"computed_step_times": times._asdict()}),
   }
   print(json.dumps(summary))
 

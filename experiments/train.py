@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.console import Console
 from sao_jax.parallel import distributed
+from sao_jax.rollout.failures import by_count
 from sao_jax.training import config as config_lib
 from sao_jax.training.config import RunConfig
 from sao_jax.training.signals import Interrupted, StopSignals
@@ -93,21 +95,36 @@ def report(workdir: pathlib.Path, summary: Mapping[str, Any], console: Console, 
     console.print(f"[{outcome}, {trajectory.num_turns} turns] {trajectory.text}")
   if summary["n"]:
     console.print(success_table(summary))
+  if summary["failed_episodes"]:
+    kinds = by_count(summary["failed_by_kind"])
+    console.print(f"failed      {summary['failed_episodes']} episodes of RL, which were not trained on: {kinds}")
   seconds = ", ".join(f"{stage} {value:.0f} s" for stage, value in summary["seconds_by_stage"].items())
   console.print(f"time        {summary['seconds_total']:.0f} s ({seconds})")
   console.print(f"plots       {named / 'plots'}")
   console.print(f"checkpoint  {named / 'checkpoints' / str(summary['num_steps'])}")
   console.print(f"evaluate    python -m experiments.evaluate --workdir={named}")
+  console.print(f"export      python -m experiments.export --workdir={named} --out=DIR")
+
+
+WHEN = ("before", "after")
 
 
 def success_table(summary: Mapping[str, Any]) -> Table:
-  """Makes the table of held-out success before and after RL from the summary of a run with evaluations."""
+  """Makes the table of held-out success before and after RL from the summary of a run with evaluations.
+
+  A failed episode is not an unsolved one, but counts in n. The mean reward is shown where it differs from success.
+  """
   table = Table(title="held-out success, pass@1")
-  for column in ("", "success", "95 % interval", "n"):
+  rewards = {when: summary[f"reward_{when}"] for when in WHEN}  # None in a run that version 0.3 began
+  rewarded = any(x is not None and not math.isclose(x, summary[f"success_{when}"]) for when, x in rewards.items())
+  for column in ("", "success", "95 % interval", "n", "unsolved", "failed", *(["reward"] if rewarded else [])):
     table.add_column(column)
-  for name in ("before", "after"):
-    low, high = summary[f"success_{name}_interval"]
-    table.add_row(f"{name} RL", f"{summary[f'success_{name}']:.3f}", f"{low:.3f} to {high:.3f}", str(summary["n"]))
+  for when in WHEN:
+    low, high = summary[f"success_{when}_interval"]
+    rate, n, failed = summary[f"success_{when}"], summary["n"], summary[f"eval_failed_{when}"]
+    counts = ("?", "?") if failed is None else (str(n - failed - round(rate * n)), str(failed))
+    reward = [] if not rewarded else ["?" if rewards[when] is None else f"{rewards[when]:.3g}"]
+    table.add_row(f"{when} RL", f"{rate:.3f}", f"{low:.3f} to {high:.3f}", str(n), *counts, *reward)
   return table
 
 

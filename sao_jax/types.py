@@ -50,6 +50,8 @@ class PolicyOutput(NamedTuple):
   """Final hidden states (after the last norm); index `t` predicts `tokens[t + 1]`."""
   lm_head: Float[Array, "D V"]
   """The output projection; logits are `hidden @ lm_head`, in float32."""
+  num_tokens: int | None = None
+  """Ids from here on pad the vocabulary: their probability is 0 (`ops.logprobs.exclude_padding`). None: no padding."""
 
 
 @runtime_checkable
@@ -176,6 +178,9 @@ class CachedPolicy(NamedTuple):
   prepare: Callable[[Params], Params] = lambda params: params
   """`(params) -> prepared`: converts the weights for decoding, e.g. joins kernels; runs once per policy version."""
 
+  num_tokens: int | None = None
+  """See `PolicyOutput.num_tokens`."""
+
   paged: PagedPolicy | None = None
   """The policy over a paged cache; None: pages are gathered for the functions above, on any platform."""
 
@@ -209,7 +214,9 @@ class Step:
   truncated: bool = False
   """With `done`: the episode was cut off (out of turns or time) rather than finished."""
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Values to log. Success rates count `success` (bool); by default, an episode with a reward > 0."""
+  """Values to log. Success rates count `success` (bool); by default, an episode with a reward > 0. Other numbers and
+  bools become metrics: the mean over episodes of each one's last value, as `env/NAME`, or as `reward/NAME` if the name
+  begins so."""
 
 
 @runtime_checkable
@@ -286,6 +293,8 @@ class Trajectory:
   success: bool
   text: str = ""
   """Readable form, for samples written to disk; may be empty."""
+  info: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  """The environment's own numbers: the last value of each in `Step.info`, `success` left out."""
 
   def __post_init__(self) -> None:
     length = self.tokens.shape[0] if self.tokens.ndim == 1 else -1

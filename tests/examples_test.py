@@ -76,7 +76,7 @@ def test_the_trainer_of_the_readme(
   code = CODE[0].replace('train="PROBLEMS.jsonl"', small).replace("train(100)", "train(1)")
   code = code.replace("\nwith ", '\nfrom tests import examples_test\nconfig = examples_test.shrunk(config)\nwith ')
   exec(code, {})
-  assert re.search(r"\n\['.*'\] 0\.0\n$", capsys.readouterr().out, re.DOTALL)
+  assert re.search(r"\n\[.*\] 0\.0\n$", capsys.readouterr().out, re.DOTALL)
   assert {path.name for path in pathlib.Path("TRAINED").iterdir()} == {
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
   }  # fmt: skip

@@ -94,7 +94,7 @@ def vllm_client(url: str, prompts: Sequence[Sequence[int]], *, new_tokens: int) 
 
   def request(prompt: Sequence[int]) -> int:
     body = {"prompt": list(prompt), "max_tokens": new_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True,
-            "return_token_ids": True}  # fmt: skip
+            "return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}  # fmt: skip
     headers = {"Content-Type": "application/json"}
     call = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(call, timeout=600) as response:

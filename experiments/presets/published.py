@@ -92,6 +92,7 @@ def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: f
       temperature=1.0,
       chunk_steps=32,
       page_size=64,
+      cache_tokens=64 * 65_536,  # half of what 64 full trajectories need
       token_budget=4_096,
       env_workers=64,
       env_timeout_s=600.0,

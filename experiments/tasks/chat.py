@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from experiments.tasks import chat_demonstrations, problem_file, standard
+from experiments.tasks import rewards as rewards_lib
 from experiments.tasks.options import checked
 from sao_jax.envs.adapters.chat_game import ChatGame
 from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
-from sao_jax.envs.chat import ChatEnv, Question, python_tool
+from sao_jax.envs.chat import ChatEnv, Question, Score, python_tool
 from sao_jax.envs.grading.math_grading import MathGrader
 from sao_jax.envs.sandbox import PythonTool, PythonToolConfig
 from sao_jax.tokenizers import Chat
@@ -48,6 +49,8 @@ def reasoning_gym(
   num_eval_tasks: int = 1_000,
   demonstrations: str | None = None,
   template: Mapping[str, Any] | None = None,
+  rewards: rewards_lib.Rewards | None = None,
+  tools: str | Sequence[str] = (),
   **options: Any,
 ) -> Domain:
   """Makes a reasoning-gym task; `size` is the number of training tasks.
@@ -63,6 +66,8 @@ def reasoning_gym(
     num_eval_tasks: number of held-out tasks, whose seeds follow those of the training tasks.
     demonstrations: JSONL file of conversations for the warm start; None for none.
     template: arguments of the chat template, such as `{"enable_thinking": False}`.
+    rewards: reward functions of your own, see `experiments.tasks.rewards`. A row has `question` and `task_index`.
+    tools: functions of your own as tools, `module:function`; see `envs.function_tools.FunctionTool`.
     **options: fields of `ReasoningGymConfig`; `task` is required.
 
   Raises:
@@ -77,19 +82,25 @@ def reasoning_gym(
   # A problem's seed is the seed of its set plus its number.
   held_out = dataclasses.replace(train, seed=train.seed + train.size, size=num_eval_tasks)
   ReasoningGym(held_out)  # reports a bad setting now instead of in every episode
+  reward = rewards_lib.RewardSum(rewards)
 
   def questions(split: Split) -> Callable[[int], Question]:
     game = ReasoningGym(train if split == "train" else held_out)
 
     def question(task_index: int) -> Question:
       text = game.start(task_index)
-      return Question(messages=_messages(system, text), score=lambda said: _score(game, said, answer))
+      row = {"question": text, "task_index": task_index}
+
+      def score(said: str) -> Score:
+        return reward(said, row, lambda: _score(game, said, answer))
+
+      return Question(messages=_messages(system, text), score=score)
 
     return question
 
   return _domain(
     checkpoint, questions, train.size, num_eval_tasks, tool=tool, packages=packages, max_turns=max_turns,
-    demonstrations=demonstrations, template=template, success_threshold=train.success_threshold,
+    demonstrations=demonstrations, template=template, success_threshold=train.success_threshold, tools=tools,
   )  # fmt: skip
 
 
@@ -108,8 +119,13 @@ def math(
   on_unreadable: problem_file.OnUnreadable = "error",
   demonstrations: str | None = None,
   template: Mapping[str, Any] | None = None,
+  rewards: rewards_lib.Rewards | None = None,
+  success_threshold: float = 1.0,
+  tools: str | Sequence[str] = (),
 ) -> Domain:
   """Makes mathematics tasks with or without Python. `MathGrader` gives reward 1 for the right answer and 0 otherwise.
+
+  With `rewards` they are tasks of any kind: the file needs no answers unless `correct`, the grader, is among them.
 
   Args:
     checkpoint: the checkpoint whose tokenizer and template are used.
@@ -125,36 +141,53 @@ def math(
     on_unreadable: "error" to reject a file with an answer that the grader cannot read, "drop" to leave out its problem.
     demonstrations: JSONL file of conversations for the warm start; None for none.
     template: arguments of the chat template.
+    rewards: reward functions of your own, see `experiments.tasks.rewards`; they receive the line of the file.
+    success_threshold: reward from which an episode counts as a success.
+    tools: functions of your own as tools, `module:function`; see `envs.function_tools.FunctionTool`.
 
   Raises:
     ValueError: a file has no problems, a line lacks the fields or has an empty or non-finite answer, or an answer
       cannot be read.
     ImportError: a package is not installed.
   """
+  reward = rewards_lib.RewardSum(rewards)
   grader = MathGrader()
 
-  def read(path: str) -> list[tuple[str, str]]:
-    return problem_file.gradable(path, problem_file.read(path, question_field, answer_field), grader, on_unreadable)
+  def read(path: str) -> list[dict[str, Any]]:
+    if not reward.needs_grade:
+      return problem_file.read_rows(path, question_field)
+    problems = problem_file.read(path, question_field, answer_field)
+    good = set(problem_file.gradable(path, problems, grader, on_unreadable))
+    rows = zip(problem_file.read_rows(path, question_field), problems, strict=True)
+    return [{**row, answer_field: answer} for row, (text, answer) in rows if (text, answer) in good]
 
   try:
     files = {path: read(path) for path in dict.fromkeys((train, held_out or train))}
     problems = problem_file.split(train, files[train]) if held_out is None else (files[train], files[held_out])
-  except (ValueError, OSError):
+    # A missing package is reported now: files of plain numbers do not need the parser, but answers do.
+    if reward.needs_grade and not grader.is_equal("1/2", "\\boxed{0.5}"):
+      raise RuntimeError("the grader does not find 0.5 equal to 1/2.")
+  except Exception:
     grader.close()
     raise
   of = {"train": problems[0], "eval": problems[1]}
 
   def questions(split: Split) -> Callable[[int], Question]:
     def question(task_index: int) -> Question:
-      text, gold = of[split][task_index % len(of[split])]
-      messages = _messages(system, "\n".join(filter(None, (text, instruction))))
-      return Question(messages=messages, score=lambda said: float(grader.is_equal(gold, said)))
+      row = of[split][task_index % len(of[split])]
+      messages = _messages(system, "\n".join(filter(None, (row[question_field], instruction))))
+
+      def score(said: str) -> Score:
+        return reward(said, row, lambda: float(grader.is_equal(row[answer_field], said)))
+
+      return Question(messages=messages, score=score)
 
     return question
 
   return _domain(
     checkpoint, questions, *map(len, problems), tool=tool, packages=packages, max_turns=max_turns,
     demonstrations=demonstrations, template=template, close=grader.close, files=tuple(files),
+    success_threshold=success_threshold, tools=tools,
   )  # fmt: skip
 
 
@@ -199,9 +232,11 @@ def _domain(
   success_threshold: float = 1.0,
   close: Callable[[], None] = lambda: None,
   files: tuple[str, ...] = (),
+  tools: str | Sequence[str] = (),
 ) -> Domain:
   if packages and not tool:
     raise ValueError(f"packages need the Python tool: tool must be True; received {tool!r} and {packages!r}.")
+  functions = rewards_lib.function_tools(tools)
   chat = Chat.load(checkpoint, **(template or {}))
   tools = (python_tool(packages),) if tool else ()
   demonstrate = None if demonstrations is None else chat_demonstrations.load(chat, demonstrations, tools)
@@ -221,6 +256,7 @@ def _domain(
       max_turns=max_turns,
       success_threshold=success_threshold,
       packages=packages,
+      functions=functions,
     ),
     tokenizer=chat.tokenizer,
     num_train_tasks=num_train_tasks,

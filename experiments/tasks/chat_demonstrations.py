@@ -15,7 +15,6 @@ them.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,9 +41,9 @@ def load(chat: Chat, path: str, tools: Sequence[Mapping[str, Any]] = ()) -> Demo
       raised when the conversation is drawn.
   """
   conversations: list[tuple[int, Any]] = []
-  for number, line in problem_file.lines(path):
+  for number, row in problem_file.rows(path):
     try:
-      messages = json.loads(line)["messages"]
+      messages = row["messages"]
       chat_demonstrations.check(messages)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
       expected = "a JSON object with messages of a conversation"

@@ -106,6 +106,28 @@ def read(path: str, question_field: str, answer_field: str) -> list[tuple[str, s
   return problems
 
 
+def read_rows(path: str, question_field: str) -> list[dict[str, Any]]:
+  """Reads the lines of a file as they are, for reward functions of one's own.
+
+  Raises:
+    FileNotFoundError: the file does not exist.
+    ValueError: a line is no JSON object, or has no text in `question_field`, or there is no line.
+  """
+  found = []
+  for number, row in rows(path):
+    try:
+      question = row[question_field]
+    except (TypeError, KeyError) as error:
+      expected = f"an object with {question_field!r}"
+      raise ValueError(f"{path}, line {number} must be {expected}; received {str(row)[:80]}.") from error
+    if not isinstance(row, dict) or not isinstance(question, str) or not question.strip():
+      raise ValueError(f"{path}, line {number}: {question_field!r} must be text; received {question!r:.200}.")
+    found.append(row)
+  if not found:
+    raise ValueError(f"{path} holds no problem.")
+  return found
+
+
 def gradable(
   path: str, problems: list[tuple[str, str]], grader: MathGrader, on_unreadable: OnUnreadable
 ) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from sao_jax.envs import base
+from sao_jax.envs.function_tools import FunctionTool
 
 PYTHON_TOOL: Final[Mapping[str, Any]] = {
   "type": "function",
@@ -68,19 +69,28 @@ class ChatFormat(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+  """A reward with the numbers that it was computed from."""
+
+  reward: float
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  """Numbers to log, each as the metric `reward/NAME`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
   """One task."""
 
   messages: Sequence[Mapping[str, Any]]
   """The conversation up to the model's first action."""
-  score: Callable[[str], float]
-  """Score in [0, 1] of the final answer: the text of the last action without its thought. It is the reward."""
+  score: Callable[[str], float | Score]
+  """Score of the final answer: the text of the last action without its thought. It is the reward."""
 
 
 class ChatEnv(base.Environment):
   """An environment that asks one question per episode.
 
-  Actions may call the tool, and the observation is its output. The first action without a call is the answer and ends
+  Actions may call tools, and the observation is their output. The first action without a call is the answer and ends
   the episode. The observation after a malformed call says what is wrong with it. Without an answer after `max_turns`
   actions the episode is truncated with reward 0 (calls of the last turn are not run).
 
@@ -91,6 +101,7 @@ class ChatEnv(base.Environment):
     max_turns: actions per episode, at least 1.
     success_threshold: score from which an episode counts as a success.
     packages: packages besides the standard library that the tool can import, for its description.
+    functions: further tools.
   """
 
   def __init__(
@@ -102,13 +113,16 @@ class ChatEnv(base.Environment):
     max_turns: int,
     success_threshold: float = 1.0,
     packages: Sequence[str] = (),
+    functions: Sequence[FunctionTool] = (),
   ):
     if max_turns < 1:
       raise ValueError(f"max_turns must be at least 1; received {max_turns!r}.")
     self._chat = chat
     self._make_question = question
     self._tool = tool
-    self._tools = () if tool is None else (python_tool(packages),)
+    self._functions = {function.name: function for function in functions}
+    python = () if tool is None else (python_tool(packages),)
+    self._tools = (*python, *(function.description for function in functions))
     self._max_turns = max_turns
     self._success_threshold = success_threshold
     self._stack = contextlib.ExitStack()
@@ -128,12 +142,13 @@ class ChatEnv(base.Environment):
     self._turns += 1
     parsed = self._chat.parse(action, self._tools)
     if not parsed.calls and parsed.error is None:
-      return self._done(float(self._question.score(parsed.content)), truncated=False)
+      score = self._question.score(parsed.content)
+      return self._done(score if isinstance(score, Score) else Score(reward=float(score)), truncated=False)
     if self._turns >= self._max_turns:
-      return self._done(0.0, truncated=True)
+      return self._done(Score(reward=0.0), truncated=True)
     if parsed.error is not None:
       self._errors += 1
-      messages = [self._result(PYTHON_TOOL["function"]["name"], parsed.error)]
+      messages = [self._result(self._tools[0]["function"]["name"], parsed.error)]
     else:
       messages = [self._result(call.name, self._run(call)) for call in parsed.calls]
     return base.Step(observation=self._chat.between(messages, ended_with=action, tools=self._tools))
@@ -147,23 +162,33 @@ class ChatEnv(base.Environment):
     return {"role": "tool", "name": name, "tool_call_id": f"call{self._results:05d}", "content": text}
 
   def _run(self, call: Call) -> str:
+    if (function := self._functions.get(call.name)) is not None:
+      self._calls += 1
+      try:
+        return function(call.arguments)
+      except ValueError as error:
+        self._errors += 1
+        return f"error: {error}"
+    if self._tool is None:
+      self._errors += 1
+      return f"error: there is no tool {call.name}; there are {', '.join(self._functions)}."
     code = call.arguments.get("code")
     if not isinstance(code, str) or len(call.arguments) != 1:
       self._errors += 1
       return f"error: python takes one argument, code, a string; received {sorted(call.arguments)}."
     if self._session is None:
-      assert self._tool is not None
       self._session = self._stack.enter_context(self._tool.session())
     self._calls += 1
     return self._session.run(code)
 
-  def _done(self, score: float, *, truncated: bool) -> base.Step:
+  def _done(self, score: Score, *, truncated: bool) -> base.Step:
     self._end_episode()
     info = {
-      "success": not truncated and score >= self._success_threshold, "turns": self._turns, "tool_calls": self._calls,
-      "tool_errors": self._errors,
+      "success": not truncated and score.reward >= self._success_threshold, "turns": self._turns,
+      "tool_calls": self._calls, "tool_errors": self._errors,
+      **{f"reward/{name}": value for name, value in score.parts.items()},
     }  # fmt: skip
-    return base.Step(reward=score, done=True, truncated=truncated, info=info)
+    return base.Step(reward=score.reward, done=True, truncated=truncated, info=info)
 
   def _end_episode(self) -> None:
     self._question = self._session = None

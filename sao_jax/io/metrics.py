@@ -1,26 +1,18 @@
-"""Metrics of a run: `metrics.jsonl`, one row per learner step, and the same numbers as TensorBoard events.
-
-Events go through `tensorboardX.event_file_writer.EventsWriter`, because `tensorboardX.SummaryWriter` writes from a
-thread that ends at the first disk error, after which later calls block for ever. `clu.metric_writers` needs TensorFlow
-or PyTorch.
-"""
+"""Metrics of a run: `metrics.jsonl`, one row per learner step, and the same numbers in `loggers`."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import pathlib
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2, summary_pb2
-
 from sao_jax.io import jsonl
-from sao_jax.io import workdir as workdir_lib
+from sao_jax.io.loggers import MetricsLogger, TensorBoardLogger
 
 LEARNER_KEYS = (
   "step", "policy_version", "time_s", "reward_mean", "success_rate", "trajectories", "action_tokens", "staleness_mean",
@@ -39,13 +31,16 @@ class MetricsWriter:
   `eval_success_rate` and `eval_n`; there is at most one per step. NaN and infinities become null, as JSON lacks them.
   """
 
-  def __init__(self, workdir: str | os.PathLike[str], *, restored_step: int = 0) -> None:
+  def __init__(
+    self, workdir: str | os.PathLike[str], *, restored_step: int = 0, loggers: Sequence[MetricsLogger] = ()
+  ) -> None:
     """Opens the files.
 
     Args:
       workdir: the run's folder; must exist.
       restored_step: the learner step of the restored checkpoint, 0 for a new run. Later rows, which a killed run wrote,
         are dropped: the resumed run writes them again.
+      loggers: further places for the rows, besides TensorBoard's event files; closed with this object.
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
     kept = jsonl.cut_after_step(path, restored_step)
@@ -56,11 +51,7 @@ class MetricsWriter:
       logging.warning("%s: expected rows of steps 1 to %d, found %d rows.", path, restored_step, len(steps))
     self._last_step = restored_step
     self._file = jsonl.JsonlFile(path)
-    self._events = pathlib.Path(workdir) / "events"
-    self._board = EventsWriter(str(self._events), f".{os.getpid()}")
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    with workdir_lib.named_errors(self._events):
-      self._board.write_event(event_pb2.Event(wall_time=time.time(), step=restored_step + 1, session_log=start))
+    self._loggers = (TensorBoardLogger(workdir, restored_step=restored_step), *loggers)
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Writes the row of learner step `step` (1, 2, ...).
@@ -103,20 +94,15 @@ class MetricsWriter:
   def _emit(self, step: int, values: Mapping[str, Any]) -> None:
     row = {"step": step} | {key: _scalar(key, value) for key, value in values.items() if key != "step"}
     self._file.append({key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()})
-    scalars = [
-      summary_pb2.Summary.Value(tag=key, simple_value=value)
-      for key, value in row.items()
-      if key != "step" and math.isfinite(value)
-    ]
-    summary = summary_pb2.Summary(value=scalars)
-    with workdir_lib.named_errors(self._events):
-      self._board.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-      self._board.flush()
+    del row["step"]
+    for logger in self._loggers:
+      logger.write(step, row)
 
   def close(self) -> None:
-    self._file.close()
-    with workdir_lib.named_errors(self._events):
-      self._board.close()
+    with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
+      for logger in self._loggers:
+        stack.callback(logger.close)
+      stack.callback(self._file.close)
 
   def __enter__(self) -> MetricsWriter:
     return self

@@ -22,6 +22,7 @@ from sao_jax.io import jsonl
 _INTEGERS = ("task_index", "episode_id", "group_id", "num_turns")
 _KEYS = frozenset(field.name for field in dataclasses.fields(types.Trajectory)) | {"step"}
 _FLOAT32_MAX = 3.4028234663852886e38
+_FLOAT_MAX = 1.7976931348623157e308
 
 
 def to_json(trajectory: types.Trajectory, *, step: int = 0) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def to_json(trajectory: types.Trajectory, *, step: int = 0) -> dict[str, Any]:
     "behavior_logp": [logp if action else None for logp, action in zip(logps, mask, strict=True)],
     "versions": trajectory.versions.tolist(),
     "rewards": trajectory.rewards.tolist(),
+    "info": dict(trajectory.info),
   }
 
 
@@ -51,7 +53,7 @@ def from_json(row: Mapping[str, Any]) -> types.Trajectory:
   Raises:
     ValueError: a key is missing, unknown, of the wrong type or out of range, or the arrays are inconsistent.
   """
-  if missing := sorted(_KEYS - row.keys()):
+  if missing := sorted(_KEYS - {"info"} - row.keys()):  # files of version 0.3 have no info
     raise ValueError(f"missing keys {missing}")
   if unknown := sorted(row.keys() - _KEYS):
     raise ValueError(f"unknown keys {unknown[:5]}, {len(unknown)} in all")
@@ -75,6 +77,7 @@ def from_json(row: Mapping[str, Any]) -> types.Trajectory:
     num_turns=row["num_turns"],
     success=row["success"],
     text=row["text"],
+    info=numbers_by_name("info", row.get("info", {})),
   )
   others = ~trajectory.action_mask
   if not np.isnan(trajectory.behavior_logp[others]).all():
@@ -83,6 +86,20 @@ def from_json(row: Mapping[str, Any]) -> types.Trajectory:
     raise ValueError("key 'versions' must be -1 where 'action_mask' is 0")
   _integer("num_turns", trajectory.num_turns, 1, trajectory.num_actions)
   return trajectory
+
+
+def numbers_by_name(key: str, value: Any) -> dict[str, float]:
+  """Checks a JSON object of finite numbers.
+
+  Raises:
+    ValueError: it is something else; the message names `key`.
+  """
+  if not isinstance(value, dict):
+    raise ValueError(f"key {key!r} must be an object; received {value!r:.200}")
+  for name, number in value.items():
+    if type(number) not in (int, float) or not abs(number) <= _FLOAT_MAX:
+      raise ValueError(f"key {key!r}: {name!r:.200} must be a finite number; received {number!r:.200}")
+  return {name: float(number) for name, number in value.items()}
 
 
 class TrajectoryWriter:

@@ -6,6 +6,7 @@ are untrusted: reading checks every array, dtype, length and value, as `trajecto
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import struct
@@ -18,6 +19,7 @@ import safetensors.numpy
 
 from sao_jax import types
 from sao_jax.io import workdir as workdir_lib
+from sao_jax.io.trajectories import numbers_by_name
 from sao_jax.utils import untrusted_files
 
 PER_TOKEN: Mapping[str, Any] = {
@@ -38,6 +40,8 @@ _PER_TRAJECTORY: Mapping[str, Any] = {
   "truncated": np.bool_,
 }
 _NAMES = frozenset({*PER_TOKEN, *_PER_TRAJECTORY, "text"})
+_INFO = "info"
+"""The environments' numbers: a JSON array of one object per trajectory, in UTF-8. Files of version 0.3 lack it."""
 
 
 def to_arrays(trajectories: Sequence[types.Trajectory]) -> dict[str, np.ndarray]:
@@ -54,6 +58,8 @@ def to_arrays(trajectories: Sequence[types.Trajectory]) -> dict[str, np.ndarray]
   for name, dtype in PER_TOKEN.items():
     arrays[name] = np.concatenate([np.empty(0, dtype), *(getattr(x, name) for x in trajectories)], dtype=dtype)
   arrays["text"] = np.frombuffer(b"".join(texts), np.uint8)
+  info = json.dumps([dict(trajectory.info) for trajectory in trajectories], allow_nan=False)
+  arrays[_INFO] = np.frombuffer(info.encode("utf-8"), np.uint8)
   return arrays
 
 
@@ -66,7 +72,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[types.Trajectory]:
   """
   if missing := sorted(_NAMES - arrays.keys()):
     raise ValueError(f"missing arrays {missing}")
-  if unknown := sorted(arrays.keys() - _NAMES):
+  if unknown := sorted(arrays.keys() - _NAMES - {_INFO}):
     raise ValueError(f"unknown arrays {unknown}")
   count = len(arrays["length"]) if arrays["length"].ndim == 1 else -1
   for name, dtype in _PER_TRAJECTORY.items():
@@ -79,12 +85,13 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[types.Trajectory]:
     _check(name, arrays[name], dtype, lengths)
   _check("text", arrays["text"], np.uint8, text_bytes)
   ends, text_ends = np.cumsum(arrays["length"]), np.cumsum(arrays["text_bytes"])
+  info = _info(arrays[_INFO], count) if _INFO in arrays else [{}] * count
   made = []
   for i in range(count):
     tokens = slice(int(ends[i] - arrays["length"][i]), int(ends[i]))
     text = slice(int(text_ends[i] - arrays["text_bytes"][i]), int(text_ends[i]))
     try:
-      made.append(_one(arrays, i, tokens, text))
+      made.append(_one(arrays, i, tokens, text, info[i]))
     except ValueError as error:
       raise ValueError(f"trajectory {i}: {error}") from error
   return made
@@ -127,7 +134,22 @@ def read(path: str | os.PathLike[str]) -> list[types.Trajectory]:
     raise ValueError(f"{path}: {error}") from error
 
 
-def _one(arrays: Mapping[str, np.ndarray], i: int, tokens: slice, text: slice) -> types.Trajectory:
+def _info(array: np.ndarray, count: int) -> list[dict[str, float]]:
+  if array.ndim != 1:
+    raise ValueError(f"array {_INFO!r} must be a uint8 vector; received {array.dtype.name}{list(array.shape)}")
+  _check(_INFO, array, np.uint8, len(array))
+  try:
+    rows = json.loads(array.tobytes())
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"array {_INFO!r} must hold JSON: {error}") from error
+  if not isinstance(rows, list) or len(rows) != count:
+    raise ValueError(f"array {_INFO!r} must hold a JSON array of {count} objects; received {rows!r:.200}")
+  return [numbers_by_name(_INFO, row) for row in rows]
+
+
+def _one(
+  arrays: Mapping[str, np.ndarray], i: int, tokens: slice, text: slice, info: Mapping[str, float]
+) -> types.Trajectory:
   trajectory = types.Trajectory(
     **{name: arrays[name][tokens].copy() for name in PER_TOKEN},
     ended="truncated" if arrays["truncated"][i] else "terminal",
@@ -137,6 +159,7 @@ def _one(arrays: Mapping[str, np.ndarray], i: int, tokens: slice, text: slice) -
     num_turns=int(arrays["num_turns"][i]),
     success=bool(arrays["success"][i]),
     text=arrays["text"][text].tobytes().decode("utf-8"),
+    info=info,
   )
   if (trajectory.tokens < 0).any():
     raise ValueError(f"tokens must be >= 0; received {int(trajectory.tokens.min())}")

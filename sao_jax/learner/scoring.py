@@ -61,7 +61,7 @@ def action_logprobs(
   def score(hidden: jax.Array, head: jax.Array, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     logp, entropy = logprobs.masked_token_logprobs(
       hidden.reshape(-1, hidden.shape[-1]), head.astype(dtype), tokens.reshape(-1), mask.reshape(-1),
-      temperature=temperature, chunk_size=chunk_size, axis_names=rows + columns,
+      temperature=temperature, chunk_size=chunk_size, axis_names=rows + columns, num_tokens=output.num_tokens,
     )  # fmt: skip
     return logp.reshape(tokens.shape), entropy.reshape(tokens.shape)
 

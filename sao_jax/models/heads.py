@@ -98,8 +98,12 @@ def untied(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
   return dataclasses.replace(config, tie_word_embeddings=False), {**params, "lm_head": {"kernel": kernel}}
 
 
-def policy_apply(config: ModelConfig) -> PolicyApply:
+def policy_apply(config: ModelConfig, *, num_tokens: int | None = None) -> PolicyApply:
   """Returns `f(params, tokens, positions, segment_ids) -> PolicyOutput(hidden [B, T, D], lm_head [D, V])`.
+
+  Args:
+    config: the architecture.
+    num_tokens: see `PolicyOutput.num_tokens`.
 
   >>> config = ModelConfig(
   ...   vocab_size=8, hidden_size=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=4
@@ -116,7 +120,7 @@ def policy_apply(config: ModelConfig) -> PolicyApply:
     params: Params, tokens: Int[AnyArray, "B T"], positions: Int[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"]
   ) -> PolicyOutput:
     hidden: Any = model.apply({"params": params}, tokens, positions, segment_ids)
-    return PolicyOutput(hidden=hidden, lm_head=head(params))
+    return PolicyOutput(hidden=hidden, lm_head=head(params), num_tokens=num_tokens)
 
   return apply
 
@@ -155,7 +159,7 @@ def policy_logits(config: ModelConfig) -> Callable[[Params, jax.Array], jax.Arra
   return logits
 
 
-def cached_policy(config: ModelConfig) -> CachedPolicy:
+def cached_policy(config: ModelConfig, *, num_tokens: int | None = None) -> CachedPolicy:
   """Returns the policy in the incremental form that the rollout engine uses; see `types.CachedPolicy`."""
   model = Transformer(config)
 
@@ -186,6 +190,7 @@ def cached_policy(config: ModelConfig) -> CachedPolicy:
     window=functools.partial(decode.open_window, config),
     step=functools.partial(decode.step, config),
     lm_head=decode.lm_head,
+    num_tokens=num_tokens,
     merge=decode.merge_window,
     paged=None if config.kv_lora_rank else PagedPolicy(functools.partial(token_state, config), ragged, lm_head(config)),
   )

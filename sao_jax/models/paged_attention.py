@@ -4,8 +4,8 @@ On TPUs it is the ragged paged attention kernel that JAX ships, if its shapes al
 reference, one token at a time. On GPUs the engine does not call it: the kernel that JAX ships decodes only, and
 it wants keys and values in arrays of their own, with heads before pages.
 
-Keys and values of a token lie next to each other: head h's key is `2 h`, its value `2 h + 1`. On a mesh, `tensor` splits
-heads if it divides the key/value heads; other axes hold replicas.
+Keys and values of a token lie next to each other: head h's key is `2 h`, its value `2 h + 1`. On a mesh, `tensor`
+splits heads if it divides the key/value heads; other axes hold replicas.
 
 Shapes: T tokens, S rows (sequences), N pages per row, P pages, H query heads, K key/value heads, Dh head_dim.
 """

@@ -37,6 +37,7 @@ from sao_jax.ops.importance import (
 from sao_jax.ops.logprobs import (
   MIN_CHUNKS,
   chunked_token_logprobs,
+  exclude_padding,
   masked_chunks,
   masked_token_logprobs,
   token_logprobs,
@@ -69,6 +70,7 @@ __all__ = [
   "dis_outside",
   "dis_policy_loss",
   "effective_sample_size",
+  "exclude_padding",
   "explained_variance",
   "group_relative_advantages",
   "gspo_loss",

@@ -49,6 +49,24 @@ def token_logprobs(
   return jnp.take_along_axis(z, ids[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(z, axis=-1)
 
 
+def exclude_padding(logits: Float32[Array, "*shape V"], num_tokens: int | None) -> Float32[Array, "*shape V"]:
+  """Gives the ids from `num_tokens` on, which pad the vocabulary to a round size, probability 0.
+
+  The rollout engine and the learner call it on the same logits, so that they score the same distribution.
+
+  Args:
+    logits: `[..., V]` float32.
+    num_tokens: size of the tokenizer's vocabulary, in [1, V]; None excludes nothing.
+
+  >>> exclude_padding(jnp.zeros(3), 2)
+  Array([ 0.e+00,  0.e+00, -1.e+30], dtype=float32)
+  """
+  if num_tokens is None or num_tokens >= logits.shape[-1]:
+    return logits
+  # Finite: a probability of 0 times -inf would be NaN in the entropy.
+  return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < num_tokens, logits, -1e30)
+
+
 def chunked_token_logprobs(
   hidden: Float[ArrayLike, "*shape D"],
   lm_head: Float[ArrayLike, "D V"],
@@ -101,6 +119,7 @@ def masked_token_logprobs(
   temperature: float = 1.0,
   chunk_size: int,
   axis_names: Sequence[str] = (),
+  num_tokens: int | None = None,
 ) -> tuple[Float32[Array, "*rows T"], Float32[Array, "*rows T"]]:
   """`chunked_token_logprobs` of the tokens where the mask is True; 0 at other tokens, which cost nothing.
 
@@ -119,6 +138,7 @@ def masked_token_logprobs(
     chunk_size: ≥ 1, number of tokens whose logits may exist at once; a row has at least `MIN_CHUNKS` chunks.
     axis_names: inside `jax.shard_map`, the axes along which devices hold different tokens. All devices then run the
       same number of chunks, since the loop may hold collectives over other axes.
+    num_tokens: ids from here on have probability 0, see `exclude_padding`.
 
   Returns:
     `(logp, entropy)`, both `[...]` float32.
@@ -132,7 +152,7 @@ def masked_token_logprobs(
   if chosen.shape != ids.shape or not ids.ndim:
     raise ValueError(f"mask must have tokens' shape, at least one axis; received {chosen.shape}, tokens {ids.shape}.")
   rows, columns = math.prod(ids.shape[:-1]), ids.shape[-1]
-  settings = _Settings(float(temperature), _masked_width(rows, columns, chunk_size), tuple(axis_names))
+  settings = _Settings(float(temperature), _masked_width(rows, columns, chunk_size), tuple(axis_names), num_tokens)
   arguments = (h.reshape(rows, columns, h.shape[-1]), ids.reshape(rows, columns), chosen.reshape(rows, columns), w)
   logp, entropy = _masked(settings, *arguments)
   return logp.reshape(ids.shape), entropy.reshape(ids.shape)
@@ -204,19 +224,19 @@ def _split(h: jax.Array, ids: jax.Array, chunk_size: int) -> tuple[tuple[jax.Arr
   return (h, jnp.moveaxis(ids.reshape(rows, width, count), 2, 0)), _Restore(shape, rows, columns)
 
 
-def _logits(h: jax.Array, w: jax.Array, temperature: float) -> jax.Array:
+def _logits(h: jax.Array, w: jax.Array, temperature: float, num_tokens: int | None) -> jax.Array:
   dtype = jnp.promote_types(h.dtype, w.dtype)
   z = lax.dot_general(
     h.astype(dtype), w.astype(dtype), (((h.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
   )
-  return z if temperature == 1.0 else z * (1.0 / temperature)
+  return exclude_padding(z if temperature == 1.0 else z * (1.0 / temperature), num_tokens)
 
 
 def _forward_chunk(
-  h: jax.Array, ids: jax.Array, w: jax.Array, temperature: float
+  h: jax.Array, ids: jax.Array, w: jax.Array, temperature: float, num_tokens: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """`(logp, entropy, logsumexp)` of one chunk."""
-  z = _logits(h, w, temperature)
+  z = _logits(h, w, temperature, num_tokens)
   largest = jnp.max(z, axis=-1)
   weights = jnp.exp(z - largest[..., None])
   total = jnp.sum(weights, axis=-1)
@@ -232,6 +252,7 @@ def _backward_chunk(
   ids: jax.Array,
   w: jax.Array,
   temperature: float,
+  num_tokens: int | None,
   logsumexp: jax.Array,
   entropy: jax.Array,
   logp_bar: jax.Array,
@@ -241,7 +262,7 @@ def _backward_chunk(
 
   ∂logp/∂z_v = 1[v = a] − π_v,  ∂H/∂z_v = −π_v (log π_v + H).
   """
-  log_probs = _logits(h, w, temperature) - logsumexp[..., None]
+  log_probs = _logits(h, w, temperature, num_tokens) - logsumexp[..., None]
   chosen = ids[..., None] == lax.broadcasted_iota(ids.dtype, log_probs.shape, log_probs.ndim - 1)
   z_bar = jnp.where(chosen, logp_bar[..., None], 0.0) - jnp.exp(log_probs) * (
     logp_bar[..., None] + entropy_bar[..., None] * (log_probs + entropy[..., None])
@@ -278,7 +299,7 @@ def _chunked_backward(
 
   def one(chunk: tuple[jax.Array, ...]) -> _Pair:
     h_i, ids_i, *rest = chunk
-    return _backward_chunk(h_i, ids_i, w, temperature, *rest)
+    return _backward_chunk(h_i, ids_i, w, temperature, None, *rest)
 
   if h.shape[0] == 1:
     h_bar, w_bar = one(tuple(x[0] for x in per_chunk))
@@ -313,6 +334,7 @@ class _Settings(NamedTuple):
   width: int
   """Tokens of each row in one chunk."""
   axis_names: tuple[str, ...]
+  num_tokens: int | None
 
 
 class _Order(NamedTuple):
@@ -378,7 +400,8 @@ def _masked_forward(
   order = _order(mask, settings)
 
   def chunk(i: jax.Array, written: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    results = _forward_chunk(_take(h, order, i), _take(ids, order, i), w, settings.temperature)
+    rows = _take(h, order, i), _take(ids, order, i)
+    results = _forward_chunk(*rows, w, settings.temperature, settings.num_tokens)
     return tuple(_with_chunk(a, i, x) for a, x in zip(written, results, strict=True))
 
   empty = jnp.zeros(order.column.shape, jnp.float32)
@@ -395,7 +418,8 @@ def _masked_backward(
   def chunk(i: jax.Array, sums: _Pair) -> _Pair:
     h_bars, w_bar = sums
     seen, bars = (_chunk_of(x, i) for x in (logsumexp, entropy)), (_take(x, order, i) for x in cotangents)
-    h_bar, w_share = _backward_chunk(_take(h, order, i), _take(ids, order, i), w, settings.temperature, *seen, *bars)
+    rows = _take(h, order, i), _take(ids, order, i)
+    h_bar, w_share = _backward_chunk(*rows, w, settings.temperature, settings.num_tokens, *seen, *bars)
     return _with_chunk(h_bars, i, h_bar), w_bar + w_share
 
   empty = jnp.zeros((*order.column.shape, h.shape[-1]), h.dtype)

@@ -98,6 +98,7 @@ def cached_on_mesh(
     window=window,
     step=on_mesh(step, mesh),
     lm_head=policy.lm_head,
+    num_tokens=policy.num_tokens,
     merge=merge,
     placement=SlotPlacement(
       NamedSharding(mesh, slots),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ import numpy as np
 from sao_jax.rollout.engine.config import EngineConfig
 from sao_jax.rollout.user_errors import describe
 from sao_jax.types import Ended, Step, Tokenizer, Trajectory
+
+_MOST_NUMBERS = 64
+"""Largest number of an environment's own numbers: each is a metric."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,8 @@ class EnvResponse:
   """With `done`: the environment ended the episode early (out of turns or time)."""
   success: bool | None = None
   """`Step.info["success"]`; None if it is missing."""
+  info: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  """The other finite numbers of `Step.info`."""
   retries: int = 0
   """After `reset`: number of attempts that failed before."""
 
@@ -116,7 +121,23 @@ def check_step(step: Any, encode: Callable[[str], np.ndarray], max_chars: int, m
     done=done,
     truncated=_flag("truncated", step.truncated),
     success=None if success is None else _flag("info['success']", success),
+    info=_numbers_of(step.info),
   )
+
+
+def _numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the finite numbers and bools of `Step.info`, without `success`. Texts and other values are not logged."""
+  numbers_of = {}
+  for name, value in info.items():
+    plain = _scalar(value)
+    if isinstance(name, str) and name != "success" and isinstance(plain, numbers.Real):
+      number = _float(plain)
+      if math.isfinite(number):
+        numbers_of[name] = number
+  if len(numbers_of) > _MOST_NUMBERS:
+    received = f"{len(numbers_of)}, among them {describe(sorted(numbers_of)[:5], most=200)}"
+    raise EpisodeFailure("bad_step", f"Step.info must hold at most {_MOST_NUMBERS} numbers; received {received}.")
+  return numbers_of
 
 
 def _scalar(value: Any) -> Any:
@@ -126,14 +147,18 @@ def _scalar(value: Any) -> Any:
 
 def _number(value: Any, most: float) -> float:
   plain = _scalar(value)
-  try:
-    number = float(plain) if isinstance(plain, numbers.Real) else math.nan
-  except OverflowError:  # an int may be too large for a float
-    number = math.nan
+  number = _float(plain) if isinstance(plain, numbers.Real) else math.nan
   if not -most <= number <= most:  # NaN is in no range
     limit, received = f"EngineConfig.max_abs_reward = {most:g}", describe(value, most=80)
     raise EpisodeFailure("bad_reward", f"Step.reward must be a number within +-{limit}; received {received}.")
   return number
+
+
+def _float(value: numbers.Real) -> float:
+  try:
+    return float(value)
+  except OverflowError:  # an int may be too large for a float
+    return math.nan
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -182,6 +207,7 @@ class Episode:
     self._rewards: list[tuple[int, float]] = []
     self._texts: list[str] = []
     self._success: bool | None = None
+    self._info: dict[str, float] = {}
     self._append(prompt.ids, None, -1)
     self._texts.append(prompt.text)
 
@@ -244,6 +270,7 @@ class Episode:
     self._texts.append(action_text)
     self._rewards.append((self.length - 1, response.reward))
     self._success = response.success
+    self._info.update(response.info)
 
   def _add_observation(self, response: EnvResponse) -> None:
     if response.ids.shape[0]:
@@ -296,6 +323,7 @@ class Episode:
         num_turns=self.num_turns,
         success=total > 0 if self._success is None else self._success,
         text="".join(self._texts).encode("utf-8", "replace").decode("utf-8"),  # a tokenizer may return surrogates
+        info=self._info,
       )
     except ValueError as error:
       raise EpisodeFailure("bad_trajectory", str(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+from collections.abc import Mapping
 
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.user_errors import format_traceback
@@ -12,10 +13,21 @@ _log = logging.getLogger(__name__)
 
 _RECENT_EPISODES = (64, 256)
 """Minimum and maximum number of recent episodes over which the share of failures is taken."""
+_ALL_FAILED = 16
+"""Number of episodes that are enough if every one of them failed."""
 
 
 class TooManyFailuresError(RuntimeError):
   """So many episodes failed that the cause is not the single episode (a tool server that is down, say)."""
+
+
+def by_count(by_kind: Mapping[str, int]) -> str:
+  """Formats numbers of failures, the most frequent kind first.
+
+  >>> by_count({"timeout": 2, "step_error": 58})
+  'step_error (58), timeout (2)'
+  """
+  return ", ".join(f"{kind} ({count})" for kind, count in collections.Counter(by_kind).most_common())
 
 
 class FailureLog:
@@ -29,6 +41,8 @@ class FailureLog:
     self._max_share = max_share
     self._outcomes = collections.deque[bool](maxlen=_RECENT_EPISODES[1])  # True: failed
     self.by_kind = collections.Counter[str]()
+    self._first: dict[str, str] = {}
+    """Episode and message of the first failure of each kind."""
 
   def record_successes(self, count: int) -> None:
     """Records `count` episodes that ended without failure."""
@@ -36,24 +50,31 @@ class FailureLog:
 
   def record_failure(self, request: EpisodeRequest, failure: EpisodeFailure) -> None:
     """Records a failed episode. The first failure of each kind is logged."""
-    if failure.kind not in self.by_kind:
+    if failure.kind not in self._first:
+      self._first[failure.kind] = f"episode {request.episode_id}: {failure}"
       cause = "" if failure.__cause__ is None else f"\n{format_traceback(failure.__cause__)}"
       message = "episode %d failed (%s, logged once per kind): %s%s"
       _log.warning(message, request.episode_id, failure.kind, failure, cause)
     self.by_kind[failure.kind] += 1
     self._outcomes.append(True)
 
-  def check(self, request: EpisodeRequest, failure: EpisodeFailure) -> None:
-    """Raises `TooManyFailuresError` if too large a share of the recent episodes failed.
+  def check(self, failure: EpisodeFailure) -> None:
+    """Raises `TooManyFailuresError` if too large a share of the recent episodes failed, or every one so far.
 
     Args:
-      request: of the last failed episode, for the message.
-      failure: the last failure.
+      failure: the last failure, as the error's cause.
     """
     failed, ended = sum(self._outcomes), len(self._outcomes)
-    if ended >= _RECENT_EPISODES[0] and failed > self._max_share * ended:
+    enough = ended >= (_ALL_FAILED if failed == ended else _RECENT_EPISODES[0])
+    if enough and failed > self._max_share * ended:
       raise TooManyFailuresError(
         f"{failed} of the last {ended} episodes failed, more than EngineConfig.max_failed_share = "
-        f"{self._max_share}; failures by kind: {dict(self.by_kind)}; the last one (episode {request.episode_id}): "
-        f"{failure}"
+        f"{self._max_share}. Failures by kind: {by_count(self.by_kind)}. {self.first()}"
       ) from failure
+
+  def first(self) -> str:
+    """Returns a sentence with the first failure of the most frequent kind; empty if nothing failed."""
+    if not self.by_kind:
+      return ""
+    kind = self.by_kind.most_common(1)[0][0]
+    return f"The first {kind} was {self._first[kind]}"

@@ -85,6 +85,11 @@ class HFTokenizer:
     """Tokens that untrusted text must not forge: all added tokens, including tags like `<tool_call>`."""
     return tuple(token.content for token in self._backend.get_added_tokens_decoder().values())
 
+  @property
+  def control_ids(self) -> tuple[int, ...]:
+    """Ids of `control_tokens`: an observation without any has lost its markup."""
+    return tuple(self._backend.get_added_tokens_decoder())
+
   def encode(self, text: str) -> list[int]:
     ids: list[int] = []
     for piece, quoted in quoting.split(text):

@@ -133,6 +133,11 @@ class MathTokenizer:
     """The id of `<|pad|>`, which fills rows and is never a stop id. Masks come from lengths, not from this id."""
     return self._ids[PAD]
 
+  @property
+  def control_ids(self) -> tuple[int, ...]:
+    """Ids of the tags of turns: an observation without any has lost its markup."""
+    return tuple(self._ids[token] for token in SPECIAL_TOKENS if token not in (PAD, UNKNOWN))
+
   def tokens(self, text: str) -> list[str]:
     """Splits a text into the pieces that `encode` gives ids to. Unknown characters stay as they are."""
     return self._split.findall(text)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,20 +24,19 @@ from sao_jax.learner import (
   pack_batch,
 )
 from sao_jax.learner.scoring import make_scorer
-from sao_jax.parallel.mesh import MeshConfig
 from sao_jax.parallel.step import on_mesh
-from sao_jax.rollout.engine.engine import Engine, RolloutEngine
-from sao_jax.rollout.engine_group import EngineGroup
-from sao_jax.rollout.ray.cluster import EngineCluster
+from sao_jax.rollout.engine.engine import AsyncEngine, RolloutEngine
 from sao_jax.rollout.requests import RequestStream
 from sao_jax.rollout.schedules import AsyncSchedule, LaggedSchedule, RolloutSchedule
 from sao_jax.rollout.trajectory_queue import TrajectoryQueue
 from sao_jax.rollout.weight_sync import WeightHistory, WeightStore, WeightSync
 from sao_jax.training import memory, pretrained
 from sao_jax.training.config import RunConfig, max_logprob_error
+from sao_jax.training.embedded import embedded_engines, num_tokens
 from sao_jax.training.evaluation import BothSplits
 from sao_jax.training.multi_process import MultiProcessRollouts, MultiProcessSchedule, check_processes
 from sao_jax.training.placement import Placement
+from sao_jax.training.ray_engines import NoRollouts, RayEngines, check_cluster
 from sao_jax.types import Domain, Params, PolicyApply, Trajectory, ValueApply
 from sao_jax.utils.extras import require_extra
 
@@ -78,30 +76,42 @@ class Components:
     self.prompts: list[str] = []
     """Texts that `rollouts` can be asked to continue: task `num_train_tasks + num_eval_tasks + i`."""
     self._make_domain = make_domain
-    self._cluster: EngineCluster | None = None
+    self._ray_engines: RayEngines | None = None
+    if config.cluster.num_engines:
+      check_cluster(config)
     self.placement = Placement(config)
     # Raises for sizes that the meshes cannot split, before any work.
     self.placement.check_model(functools.partial(models.init_policy, config.policy), self.key("policy"))
     if learning and config.policy_checkpoint is not None:
       pretrained.check(config.policy_checkpoint, config.policy)
     memory.check(config, self.placement.mesh, self.placement.engine_meshes[0], learning=learning)
-    self.policy_apply: PolicyApply = self.placement.constrain(models.policy_apply(config.policy))
+    self.policy_apply: PolicyApply = self.placement.constrain(
+      models.policy_apply(config.policy, num_tokens=num_tokens(config, domain))
+    )
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
       self.value_apply = self.placement.constrain(models.value_apply(config.policy))
     self._update = self.placement.step(make_update_step(config.learner, self.policy_apply, self.value_apply, jit=False))
     self.baselines = make_baselines(config.learner)
-    self.engine: RolloutEngine
-    if config.remote.url is None:
-      self.engine = _embedded_engines(config, domain, self.placement, self.prompts)
-    else:
-      self.engine = _remote_engine(config, domain, self.placement, self.prompts)
-    self.rollouts = MultiProcessRollouts(self.engine, self.placement)
     # Synchronous schedules split each batch over the processes; asynchronous engines run independently.
-    part = (jax.process_index(), jax.process_count()) if config.schedule == "async" else (0, 1)
+    independent = config.schedule == "async" and not config.cluster.num_engines
+    self._part = (jax.process_index(), jax.process_count()) if independent else (0, 1)
     self.requests = RequestStream(
-      num_tasks=domain.num_train_tasks, group_size=config.group_size, seed=config.seed, part=part
+      num_tasks=domain.num_train_tasks, group_size=config.group_size, seed=config.seed, part=self._part
     )
+
+  @functools.cached_property
+  def engine(self) -> RolloutEngine:
+    """Engine of this process, embedded or on a server. Made when first used: a run with `config.cluster` needs it only
+    for evaluations and value pretraining."""
+    if self.config.remote.url is None:
+      return embedded_engines(self.config, self.domain, self.placement, self.prompts)
+    return _remote_engine(self.config, self.domain, self.placement, self.prompts)
+
+  @functools.cached_property
+  def rollouts(self) -> MultiProcessRollouts:
+    """`engine`, over all processes."""
+    return MultiProcessRollouts(self.engine, self.placement)
 
   def init_policy(self) -> Params:
     """Returns the initial parameters of the policy: from `policy_checkpoint`, or fresh ones.
@@ -170,23 +180,9 @@ class Components:
       on_wait: called every half second while the schedule waits for another thread. An exception that it raises ends
         the wait.
     """
-    config, processes = self.config, jax.process_count()
+    config = self.config
     if config.schedule == "async":
-      queue = TrajectoryQueue(
-        batch_size=config.batch_size // processes,
-        group_size=config.group_size,
-        max_staleness=config.max_staleness,
-        capacity=(config.queue_capacity or 2 * config.batch_size) // processes,
-      )
-      if config.cluster.num_engines:
-        self._cluster = self._make_cluster()
-      store = WeightStore(self.placement.for_engine)
-      schedule = AsyncSchedule(
-        engine=self._cluster or self.engine, requests=self.requests, queue=queue, weights=store, on_wait=on_wait
-      )
-      if processes == 1:
-        return schedule, store
-      return MultiProcessSchedule(schedule, self.placement, config.group_size), store
+      return self._async_schedule(on_wait)
     history = WeightHistory(config.lag, self.placement.for_engine)
     return LaggedSchedule(
       engine=self.rollouts,
@@ -197,21 +193,43 @@ class Components:
       switch_chunks=config.lag_switch_chunks,
     ), history
 
+  def _async_schedule(self, on_wait: Callable[[], None]) -> tuple[RolloutSchedule, WeightStore]:
+    config = self.config
+    if config.cluster.num_engines:
+      assert self._make_domain is not None, "checked when made"
+      store = WeightStore(self.placement.for_workers)
+      self._ray_engines = RayEngines(config, self._make_domain, self.placement, store)
+      engine: AsyncEngine | None = self._ray_engines.cluster
+    else:
+      store, engine = WeightStore(self.placement.for_engine), self.engine
+    schedule: RolloutSchedule
+    if engine is None:
+      assert self._ray_engines is not None
+      schedule = NoRollouts(self._ray_engines)
+    else:
+      _, parts = self._part
+      queue = TrajectoryQueue(
+        batch_size=config.batch_size // parts,
+        group_size=config.group_size,
+        max_staleness=config.max_staleness,
+        capacity=(config.queue_capacity or 2 * config.batch_size) // parts,
+      )
+      schedule = AsyncSchedule(engine=engine, requests=self.requests, queue=queue, weights=store, on_wait=on_wait)
+    if jax.process_count() > 1:
+      schedule = MultiProcessSchedule(schedule, self.placement, config.group_size, part=self._part)
+    return schedule, store
+
   def rollout_counters(self) -> dict[str, Any]:
     """Returns the counters of the rollout engines: of the cluster if there is one, or else of all processes."""
-    return self.rollouts.counters() if self._cluster is None else self._cluster.counters
-
-  def _make_cluster(self) -> EngineCluster:
-    assert self._make_domain is not None, "checked when made"
-    # `config.mesh` is for the learner; an engine in a Ray worker has one device.
-    config = dataclasses.replace(self.config, mesh=MeshConfig(data=1))
-    make_engine = functools.partial(engine_with_domain, config, self._make_domain)
-    return EngineCluster(make_engine, config.cluster, slots_per_engine=config.engine.num_slots)
+    return self.rollouts.counters() if self._ray_engines is None else self._ray_engines.counters()
 
   def close(self) -> None:
-    with contextlib.closing(self.domain), contextlib.closing(self.engine):
-      if self._cluster is not None:
-        self._cluster.close()
+    with contextlib.ExitStack() as stack:
+      stack.callback(self.domain.close)
+      if "engine" in vars(self):
+        stack.callback(self.engine.close)
+      if self._ray_engines is not None:
+        stack.callback(self._ray_engines.close)
 
   def __enter__(self) -> Components:
     return self
@@ -220,37 +238,6 @@ class Components:
     self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
   ) -> None:
     self.close()
-
-
-@contextlib.contextmanager
-def engine_with_domain(config: RunConfig, make_domain: Callable[[], Domain]) -> Iterator[Engine]:
-  """Makes an engine and its own domain, for a Ray worker; both are closed at the end of the block."""
-  with contextlib.closing(make_domain()) as domain, _embedded_engine(config, domain, Placement(config)) as engine:
-    yield engine
-
-
-def _embedded_engines(
-  config: RunConfig, domain: Domain, placement: Placement, prompts: Sequence[str] = ()
-) -> RolloutEngine:
-  if config.rollout_mesh.placement == "colocated":
-    return _embedded_engine(config, domain, placement, prompts)
-  engines, devices = [], [mesh.devices.flat[0] for mesh in placement.engine_meshes]
-  for index, device in enumerate(devices):
-    with jax.default_device(device):
-      engines.append(_embedded_engine(config, domain, placement, prompts, index))
-  return EngineGroup(engines, devices)
-
-
-def _embedded_engine(
-  config: RunConfig, domain: Domain, placement: Placement, prompts: Sequence[str] = (), index: int = 0
-) -> Engine:
-  return Engine(
-    model=placement.cached_policy(models.cached_policy(config.policy), index),
-    make_env=functools.partial(BothSplits, domain, prompts),
-    tokenizer=domain.tokenizer,
-    config=config.engine,
-    seed=config.seed,
-  )
 
 
 def _remote_engine(config: RunConfig, domain: Domain, placement: Placement, prompts: Sequence[str]) -> RolloutEngine:
@@ -271,11 +258,14 @@ def _remote_engine(config: RunConfig, domain: Domain, placement: Placement, prom
       logp = compiled(params, tokens)
     return np.asarray(logp)
 
-  bound = max_logprob_error(config)
+  bound, engine = max_logprob_error(config), config.engine
+  check = WeightCheck(
+    score=score, max_error=bound, max_len=engine.max_len, max_action_tokens=engine.max_action_tokens
+  )
   return RemoteEngine(
     remote=config.remote,
     save_weights=save,
-    check=WeightCheck(score=score, max_error=bound, max_len=config.engine.max_len) if bound < math.inf else None,
+    check=check if bound < math.inf else None,
     make_env=functools.partial(BothSplits, domain, prompts),
     tokenizer=domain.tokenizer,
     config=config.engine,

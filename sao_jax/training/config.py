@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, get_args
 
+from sao_jax.io.loggers import WandbMode
 from sao_jax.learner import algorithms
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
 from sao_jax.models.config import ModelConfig
@@ -107,6 +108,24 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+  """What a run writes besides `metrics.jsonl`, TensorBoard's event files and checkpoints."""
+
+  trajectories: Literal["sample", "all"] = "sample"
+  """Trajectories in `trajectories.jsonl`: four with every checkpoint, or all that were trained on."""
+  wandb_project: str | None = None
+  """Project of Weights & Biases (extra `wandb`); None: no logging there."""
+  wandb_mode: WandbMode = "online"
+  """"online", "offline" or "disabled"."""
+
+  def __post_init__(self) -> None:
+    kinds = ("sample", "all")
+    _require(self.trajectories in kinds, "logging.trajectories", self.trajectories, f"one of {', '.join(kinds)}")
+    modes = get_args(WandbMode)
+    _require(self.wandb_mode in modes, "logging.wandb_mode", self.wandb_mode, f"one of {', '.join(modes)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
   """Validated settings of a run; `ValueError` if fields are out of range or contradict each other.
 
@@ -167,7 +186,7 @@ class RunConfig:
   remote: RemoteConfig = RemoteConfig()
   """Server that generates the rollouts, in place of the embedded engine."""
   cluster: ClusterConfig = ClusterConfig()
-  """`async` only: several engines in Ray workers, on this machine or others, each on one device."""
+  """`async` only: several engines in Ray workers, on this machine or others, each on devices of its own."""
   env: EnvConfig = EnvConfig()
   mesh: MeshConfig = MeshConfig(data=1)
   """Devices of the learner, see `placement.Placement`. data=1 is one device; an axis of -1 takes all remaining ones.
@@ -180,6 +199,7 @@ class RunConfig:
   may_change: tuple[str, ...] = ()
   """Further fields that a resumed run may change, out of `MAY_CHANGE`: a learning rate, for example. The change is
   reported, and recorded in `changes.jsonl`."""
+  logging: LoggingConfig = LoggingConfig()
 
   def __post_init__(self) -> None:
     known = algorithms.ALGORITHMS
@@ -216,6 +236,15 @@ class RunConfig:
       self.engine.top_p,
       "1.0 with num_steps > 0: the learner scores the whole distribution, not a truncated one",
     )
+
+  @property
+  def uses_embedded_engine(self) -> bool:
+    """Whether an engine on the learner's devices generates: with `cluster`, only for evaluations and value
+    pretraining."""
+    if self.remote.url is not None:
+      return False
+    pretraining = self.learner.uses_critic and self.critic.pretraining_trajectories > 0
+    return not self.cluster.num_engines or self.eval_episodes > 0 or pretraining
 
   def _apply_algorithm(self) -> None:
     """Sets learner fields to the algorithm's values where they have their defaults; other values must agree."""
@@ -264,7 +293,7 @@ class RunConfig:
 MAY_DIFFER = frozenset({
   "num_steps", "max_skipped_in_a_row", "eval_episodes", "eval_every_steps", "checkpoint", "mesh", "rollout_mesh",
   "remote", "cluster", "max_logprob_error",
-  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share", "may_change",
+  "warm_start.log_every", "warm_start.save_every", "engine.max_failed_share", "may_change", "logging",
   *(f"engine.{name}" for name in ("page_size", "cache_tokens", "token_budget", *REMOVED_FIELDS)),
 })  # fmt: skip
 """Fields of `RunConfig` that a resumed run may change."""

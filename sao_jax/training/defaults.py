@@ -15,7 +15,7 @@ from sao_jax.parallel import MeshConfig
 from sao_jax.rollout.engine.config import EngineConfig
 from sao_jax.training import memory, pretrained
 from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
-from sao_jax.training.placement import make_run_mesh
+from sao_jax.training.run_meshes import make_run_meshes
 
 SHARE = 0.8
 """Share of the free memory that a choice may fill by the estimate, which is a rough one."""
@@ -106,7 +106,7 @@ def _meshes(num_devices: int) -> Iterator[MeshConfig]:
 
 
 def _fits(config: RunConfig, shapes: memory.Shapes) -> bool:
-  mesh = make_run_mesh(config.mesh)
+  mesh, _ = make_run_meshes(config.mesh, config.rollout_mesh)
   free = memory.available(mesh)
   try:
     needed = sum(memory.needs(config, mesh, mesh, shapes).values())

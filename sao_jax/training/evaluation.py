@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from sao_jax.rollout.engine.engine import RolloutEngine
 from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.rollout.failures import TooManyFailuresError, by_count
 from sao_jax.training.intervals import bootstrap_interval, wilson_interval
 from sao_jax.training.multi_process import MultiProcessRollouts
 from sao_jax.types import Domain, Environment, Params, Step, Trajectory
@@ -32,8 +34,16 @@ class Evaluation:
   turns_mean: float
   """Mean number of actions; NaN if all episodes failed."""
   failed: int
-  """Number of failed episodes (an environment that raised, say). They count as not solved."""
+  """Number of failed episodes (an environment that raised, say). They are among the `n`, and not solved."""
   trajectories: tuple[Trajectory, ...]
+  reward_mean: float = math.nan
+  """Mean reward of the episodes that did not fail; NaN if all failed."""
+  failed_by_kind: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+  @property
+  def solved(self) -> int:
+    """Number of successful episodes."""
+    return sum(x.success for x in self.trajectories)
 
 
 class BothSplits(Environment):
@@ -91,7 +101,9 @@ def evaluate(
     ValueError: `num_episodes` is below 1.
   """
   requests = held_out_requests(domain, num_episodes)
-  return result_of(engine.generate(lambda _: (params, version), requests, seed=EVALUATION_SEED), domain, num_episodes)
+  before = failed_by_kind(engine)
+  done = tuple(engine.generate(lambda _: (params, version), requests, seed=EVALUATION_SEED))
+  return result_of(done, domain, num_episodes, failed_by_kind(engine) - before)
 
 
 def held_out_requests(domain: Domain, num_episodes: int) -> list[EpisodeRequest]:
@@ -108,8 +120,10 @@ def held_out_requests(domain: Domain, num_episodes: int) -> list[EpisodeRequest]
   ]
 
 
-def result_of(trajectories: Iterable[Trajectory], domain: Domain, num_episodes: int) -> Evaluation:
-  """Result of the episodes of `held_out_requests`, from the trajectories of those that did not fail."""
+def result_of(
+  trajectories: Iterable[Trajectory], domain: Domain, num_episodes: int, failures: Mapping[str, int]
+) -> Evaluation:
+  """Result of the episodes of `held_out_requests`: trajectories of those that did not fail, and failures by kind."""
   done = tuple(trajectories)
   solved = np.zeros(min(num_episodes, domain.num_eval_tasks))
   for x in done:
@@ -127,7 +141,25 @@ def result_of(trajectories: Iterable[Trajectory], domain: Domain, num_episodes: 
     turns_mean=float(np.mean([x.num_turns for x in done])) if done else math.nan,
     failed=num_episodes - len(done),
     trajectories=done,
+    reward_mean=float(np.mean([x.total_reward for x in done])) if done else math.nan,
+    failed_by_kind=dict(failures),
   )
+
+
+def failed_by_kind(engine: RolloutEngine | MultiProcessRollouts) -> collections.Counter[str]:
+  """Returns the engine's failed episodes so far, by kind. Every process must call it."""
+  counters = engine.counters() if isinstance(engine, MultiProcessRollouts) else engine.counters
+  return collections.Counter(counters["failed_by_kind"])
+
+
+def check_failures(result: Evaluation, max_failed_share: float) -> None:
+  """Raises `TooManyFailuresError` if more than `max_failed_share` of an evaluation's episodes failed."""
+  if result.failed > max_failed_share * result.n:
+    raise TooManyFailuresError(
+      f"{result.failed} of {result.n} episodes of an evaluation failed, more than EngineConfig.max_failed_share = "
+      f"{max_failed_share}, so its success rate says little. Failures by kind: {by_count(result.failed_by_kind)}. The "
+      "first of each kind is logged above."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -71,11 +71,11 @@ def _with_token_ids(config: ModelConfig, source: pathlib.Path) -> ModelConfig:
   Where its files name no id that ends a text, the stop tokens of its tokenizer do.
   """
   published = models.read_config(source)
-  ids = published.token_ids
+  ids, generation = published.token_ids, published.generation_token_ids
   if ids.eos is None:
-    stops = Chat.load(source).tokenizer.stop_ids
-    ids = dataclasses.replace(ids, eos=stops[0] if len(stops) == 1 else stops)
-  generation = ids if published.generation_token_ids == TokenIds() else published.generation_token_ids
+    stops = Chat.load(source).tokenizer.stop_ids if generation.eos is None else ()
+    ids = dataclasses.replace(ids, eos=generation.eos or (stops[0] if len(stops) == 1 else stops))
+  generation = ids if generation == TokenIds() else generation
   return dataclasses.replace(config, token_ids=ids, generation_token_ids=generation)
 
 

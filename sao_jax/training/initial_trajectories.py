@@ -11,7 +11,9 @@ from sao_jax.io import trajectory_arrays
 from sao_jax.io.console import Console
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.rollout.failures import by_count
 from sao_jax.training.components import Components
+from sao_jax.training.evaluation import failed_by_kind
 from sao_jax.training.health import RunStoppedError
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Params, Trajectory
@@ -56,6 +58,7 @@ def initial_trajectories(
   with signals.interruptible(emergency_checkpoint=keep):
     weights = parts.placement.for_engine(policy)
   requests = _requests(parts, {x.episode_id for x in done})
+  before = failed_by_kind(parts.rollouts)
   try:
     title = "initial trajectories"
     with (
@@ -69,10 +72,14 @@ def initial_trajectories(
   except Interrupted:
     keep()
     raise
+  failures = failed_by_kind(parts.rollouts) - before
+  if failures:
+    console.print(f"{failures.total()} of {len(requests)} episodes failed: {by_count(failures)}")
   if not done:
     count = config.critic.pretraining_trajectories
     raise RunStoppedError(
-      f"None of {count} episodes for value pretraining gave a trajectory: see the warnings above."
+      f"None of {count} episodes for value pretraining gave a trajectory: {by_count(failures)}. The first failure of "
+      "each kind is logged above."
     )
   done.sort(key=lambda x: x.episode_id)  # the order of completion depends on the machine's speed; this one does not
   if is_main_process():

@@ -19,12 +19,14 @@ import jax
 
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.console import Console
+from sao_jax.io.loggers import MetricsLogger
 from sao_jax.learner import LearnerState
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.training import config as config_lib
 from sao_jax.training import stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig, Stage
+from sao_jax.training.data_checks import check_prompts
 from sao_jax.training.rl_run import RLRun, StepCallback
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Domain
@@ -71,6 +73,7 @@ def train(
   run_stages: Sequence[Stage] = config_lib.STAGES,
   console: Console | None = None,
   make_domain: Callable[[], Domain] | None = None,
+  loggers: Sequence[MetricsLogger] = (),
 ) -> dict[str, Any] | None:
   """Runs the recipe in a workdir, and continues from what is there.
 
@@ -81,6 +84,7 @@ def train(
     run_stages: which stages to run; those before them must have been run in this workdir.
     console: where to report.
     make_domain: makes the task again, in the processes of the engines of `config.cluster`; must be picklable.
+    loggers: further places for the metrics of RL, such as `io.loggers.CallbackLogger`; closed at the end.
 
   Returns:
     The summary that is also written to `summary.json`. None if RL was not run to its end: it was not among
@@ -97,7 +101,7 @@ def train(
   with StopSignals() as signals:
     try:
       with opened(config, domain, workdir, console, signals, make_domain) as parts:
-        return recipe(parts, workdir, console, signals, run_stages)[1]
+        return recipe(parts, workdir, console, signals, run_stages, loggers=loggers)[1]
     except Interrupted:
       console.print(STOPPED)
       return None
@@ -122,6 +126,8 @@ def opened(
     with signals.interruptible():
       parts = Components(config, domain, make_domain=make_domain)
     with parts:
+      with signals.interruptible():
+        check_prompts(config, domain)
       yield parts
 
 
@@ -132,6 +138,7 @@ def recipe(
   signals: StopSignals,
   run_stages: Sequence[Stage] = config_lib.STAGES,
   callbacks: Sequence[StepCallback] = (),
+  loggers: Sequence[MetricsLogger] = (),
 ) -> tuple[LearnerState | None, dict[str, Any] | None]:
   """Runs the stages; returns the learner's state and the summary, or `(None, None)` if RL is not among them."""
   signals.share(parts.placement)
@@ -141,7 +148,7 @@ def recipe(
   critic = stages.value_pretraining(parts, policy, workdir, console, signals, run="value_pretraining" in run_stages)
   if "rl" not in run_stages:
     return None, None
-  with RLRun(parts, workdir, console, signals, callbacks) as run:
+  with RLRun(parts, workdir, console, signals, callbacks, loggers) as run:
     state = run.restore_or_init(policy, critic)
     del policy, critic  # the learner's state owns copies
     run.evaluate(state, step=0)

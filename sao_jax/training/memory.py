@@ -31,7 +31,7 @@ _HINTS: Mapping[str, str] = {
   "policy": "more devices along mesh.fsdp, or a smaller model",
   "critic": "more devices along mesh.fsdp, or an algorithm without a critic",
   "weights of the engine": "more devices along mesh.fsdp, or a smaller lag",
-  "cache of the engine": "a smaller engine.max_len or engine.num_slots, or policy.dtype=bfloat16",
+  "cache of the engine": "a smaller engine.cache_tokens, engine.max_len or engine.num_slots, or policy.dtype=bfloat16",
 }
 
 
@@ -87,7 +87,7 @@ def needs(
     }
   else:
     found = {"policy": _bytes(state.policy, mesh), "weights of the engine": weights}
-  if config.has_embedded_engines:
+  if config.uses_embedded_engine:
     found["cache of the engine"] = _cache_bytes(config, engine_mesh)
   return found
 
@@ -156,10 +156,11 @@ def _check_devices(mesh: Mesh, found: Mapping[str, int]) -> None:
   sizes = ", ".join(f"{name} {size / _GB:.1f} GB" for name, size in found.items() if size)
   largest = max(_HINTS, key=lambda name: found.get(name, 0))
   device = mesh.devices.flat[0]
+  each = f" on each of {mesh.size} devices" if mesh.size > 1 else ""
   where = "of the host's memory is free for it" if device.platform == "cpu" else f"is free on {device.device_kind}"
   raise ValueError(
-    f"this run does not fit: it needs at least {total / _GB:.1f} GB on each of {mesh.size} devices, and "
-    f"{free / _GB:.1f} GB {where}. In detail: {sizes}. The largest part that a setting changes is the {largest}: use "
+    f"this run does not fit: it needs at least {total / _GB:.1f} GB{each}, and {free / _GB:.1f} GB {where}. In detail: "
+    f"{sizes}. The largest part that a setting changes is the {largest}: use "
     f"{_HINTS[largest]}."
   )
 
@@ -178,5 +179,8 @@ def _bytes(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> int:
 
 
 def _cache_bytes(config: RunConfig, mesh: Mesh) -> int:
-  make = models.cached_policy(config.policy).init_cache
-  return _bytes(jax.eval_shape(lambda: make(config.engine.num_slots, config.engine.max_len)), mesh, CACHE_RULES)
+  make, engine = models.cached_policy(config.policy).init_cache, config.engine
+  rows = math.prod(mesh.shape.get(axis, 1) for axis in ROWS)
+  per_stream = -(-(engine.num_pages // engine.num_streams + 1) // rows) * rows  # with the null page
+  pages = jax.eval_shape(lambda: make(engine.num_streams * per_stream, engine.page_size))
+  return _bytes(pages, mesh, CACHE_RULES)

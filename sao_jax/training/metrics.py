@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from sao_jax.io import trajectories as trajectory_io
+from sao_jax.io.loggers import MetricsLogger
 from sao_jax.io.metrics import MetricsWriter
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.rollout.schedules import RolloutSchedule
@@ -28,8 +30,8 @@ class StepMetrics:
   def __init__(self, parts: Components):
     self._read_counters = parts.rollout_counters
     self._seconds_before = 0.0
-    self._failed_before = 0
-    self._failed_at_start = 0
+    self._failed_before = collections.Counter[str]()
+    self._failed_at_start = collections.Counter[str]()
     self._began = self._last = self._learner_began = time.monotonic()
     self._ended: float | None = None
     self._counts: Mapping[str, Any] = {}
@@ -38,26 +40,35 @@ class StepMetrics:
     """Starts the clock."""
     self._began = self._last = time.monotonic()
     self._counts = self._read_counters()
-    self._failed_at_start = self._counts["failed_episodes"]
+    self._failed_at_start = collections.Counter(self._counts["failed_by_kind"])
 
   def stop(self) -> None:
-    """Stops the clock."""
+    """Stops the clock and the counts."""
     self._ended = time.monotonic()
+    self._counts = self._read_counters()
 
   def batch_received(self) -> None:
     """Marks the start of the learner's work, which lasts until the next row."""
     self._learner_began = time.monotonic()
 
-  def evaluated(self, seconds: float, failed: int) -> None:
+  def evaluated(self, seconds: float, failed: int) -> dict[str, int]:
     """Leaves an evaluation between two learner steps out of the RL's time, rates and failed episodes.
 
     Args:
       seconds: its duration; it has just ended.
       failed: its failed episodes.
+
+    Returns:
+      Its failures by kind. If training episodes failed at the same time, the most frequent kinds are taken first.
     """
+    before = collections.Counter(self._counts["failed_by_kind"])
     self._began += seconds
     self._last, self._counts = time.monotonic(), self._read_counters()
-    self._failed_at_start += failed
+    by_kind: dict[str, int] = {}
+    for kind, count in (collections.Counter(self._counts["failed_by_kind"]) - before).most_common():
+      by_kind[kind] = min(count, failed - sum(by_kind.values()))
+    self._failed_at_start.update(by_kind)
+    return +collections.Counter(by_kind)
 
   @property
   def seconds(self) -> float:
@@ -65,15 +76,17 @@ class StepMetrics:
     return self._seconds_before + (self._ended or time.monotonic()) - self._began
 
   def failures(self) -> dict[str, Any]:
-    """Returns the number of failed episodes, including earlier runs in the workdir, and the counts by kind of this run.
+    """Returns the number of episodes that failed in RL, in all and by kind, including earlier runs in the workdir.
 
-    The counts by kind include evaluations.
+    Those of value pretraining and of evaluations are not among them.
     """
-    counts = self._read_counters()
-    return {"failed_episodes": self._failed_by(counts), "failed_by_kind": counts["failed_by_kind"]}
+    by_kind = self._failed_by_kind()
+    return {"failed_episodes": sum(by_kind.values()), "failed_by_kind": by_kind}
 
-  def _failed_by(self, counts: Mapping[str, Any]) -> int:
-    return int(self._failed_before + counts["failed_episodes"] - self._failed_at_start)
+  def _failed_by_kind(self) -> dict[str, int]:
+    """Failures until the engines' counters were last read."""
+    here = collections.Counter(self._counts["failed_by_kind"]) - self._failed_at_start
+    return dict(self._failed_before + here)
 
   def row(
     self, step: int, trajectories: Sequence[Trajectory], report: Mapping[str, Any], schedule: RolloutSchedule
@@ -89,11 +102,16 @@ class StepMetrics:
     now = time.monotonic()
     counts = self._read_counters()
     elapsed = max(now - self._last, 1e-9)
+    rate = {key: counts[key] - self._counts[key] for key in ("tokens_generated", "busy_seconds")}
+    self._last, self._counts = now, counts
+    failed = self._failed_by_kind()
     staleness = np.array([step - 1 - x.oldest_version for x in trajectories])
+    rewards = np.array([x.total_reward for x in trajectories])
     row: dict[str, float | int] = {
       "policy_version": step,
       "time_s": self.seconds,
-      "reward_mean": float(np.mean([x.total_reward for x in trajectories])),
+      "reward_mean": float(rewards.mean()),
+      "reward_std": float(rewards.std()),
       "success_rate": float(np.mean([x.success for x in trajectories])),
       "trajectories": len(trajectories),
       "turns_mean": float(np.mean([x.num_turns for x in trajectories])),
@@ -105,29 +123,49 @@ class StepMetrics:
       "mixed_version_fraction": float(np.mean([x.mixed_versions for x in trajectories])),
       **{key: float(value) for key, value in report.items()},
       **schedule.counters(),
-      "failed_episodes": self._failed_by(counts),
-      "rollout_tokens_per_s": (counts["tokens_generated"] - self._counts["tokens_generated"]) / elapsed,
+      "failed_episodes": sum(failed.values()),
+      **{f"failed/{kind}": count for kind, count in failed.items()},
+      **environment_numbers(trajectories),
+      "rollout_tokens_per_s": rate["tokens_generated"] / elapsed,
       "learner_busy_fraction": (now - self._learner_began) / elapsed,
-      "engine_busy_fraction": (counts["busy_seconds"] - self._counts["busy_seconds"]) / elapsed,
+      "engine_busy_fraction": rate["busy_seconds"] / elapsed,
     }
     row["action_tokens"] = sum(x.num_actions for x in trajectories)
-    self._last, self._counts = now, counts
     return row
 
   def note(self, row: Mapping[str, float | int]) -> str:
-    """Returns the text of a row for the console."""
+    """Returns the text of a row for the console. The reward is shown where it differs from success."""
+    same = abs(row["reward_mean"] - row["success_rate"]) < 1e-6
+    reward = "" if same else f"reward {row['reward_mean']:.3g}  "
+    failed = f"  failed {row['failed_episodes']}" if row["failed_episodes"] else ""
     return (
-      f"success {row['success_rate']:.2f}  turns {row['turns_mean']:.1f}  staleness {row['staleness_mean']:.1f}  "
+      f"{reward}success {row['success_rate']:.2f}  turns {row['turns_mean']:.1f}  "
+      f"staleness {row['staleness_mean']:.1f}  "
       f"masked {row['dis_masked_fraction']:.2%}  EV {row['explained_variance']:.2f}  "
-      f"{row['rollout_tokens_per_s']:.0f} tok/s"
+      f"{row['rollout_tokens_per_s']:.0f} tok/s{failed}"
     )
 
-  def state(self) -> dict[str, float | int]:
-    return {"seconds": self.seconds, "failed_episodes": self._failed_by(self._counts)}
+  def state(self) -> dict[str, Any]:
+    return {"seconds": self.seconds, "failed_by_kind": self._failed_by_kind()}
 
   def restore(self, state: Mapping[str, Any]) -> None:
     self._seconds_before = float(state["seconds"])
-    self._failed_before = int(state["failed_episodes"])
+    # Version 0.3 saved only their number.
+    by_kind = state.get("failed_by_kind", {"unknown": state.get("failed_episodes", 0)})
+    self._failed_before = +collections.Counter({kind: int(count) for kind, count in by_kind.items()})
+
+
+def environment_numbers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+  """Means of the environments' own numbers, each over the trajectories that have it.
+
+  Returns:
+    `env/NAME` by name, and `reward/NAME` for names that begin so: the parts of a reward.
+  """
+  values = collections.defaultdict[str, list[float]](list)
+  for trajectory in trajectories:
+    for name, value in trajectory.info.items():
+      values[name if name.startswith("reward/") else f"env/{name}"].append(value)
+  return {name: float(np.mean(numbers)) for name, numbers in sorted(values.items())}
 
 
 def _observation_fraction(trajectories: Sequence[Trajectory]) -> float:
@@ -143,14 +181,17 @@ class RunLog:
     workdir: the run's folder.
     restored_step: see `io.metrics.MetricsWriter`.
     placement: sends results of the main process to the others.
+    loggers: further places for the metrics; closed with this object.
   """
 
-  def __init__(self, workdir: pathlib.Path, *, restored_step: int, placement: Placement):
+  def __init__(
+    self, workdir: pathlib.Path, *, restored_step: int, placement: Placement, loggers: Sequence[MetricsLogger] = ()
+  ):
     self._placement = placement
     self._metrics: MetricsWriter | None = None
     self._samples: trajectory_io.TrajectoryWriter | None = None
     if is_main_process():
-      self._metrics = MetricsWriter(workdir, restored_step=restored_step)
+      self._metrics = MetricsWriter(workdir, restored_step=restored_step, loggers=loggers)
       self._samples = trajectory_io.TrajectoryWriter(workdir, restored_step=restored_step)
 
   def evaluated(self, step: int) -> bool:

@@ -17,7 +17,7 @@ from sao_jax.io import trajectories as trajectory_io
 from sao_jax.rollout.engine.engine import ParamsFor, RolloutEngine
 from sao_jax.rollout.engine_group import sum_counters
 from sao_jax.rollout.episodes import EpisodeRequest
-from sao_jax.rollout.schedules import AsyncSchedule
+from sao_jax.rollout.schedules import RolloutSchedule
 from sao_jax.training.config import RunConfig
 from sao_jax.training.placement import Placement
 from sao_jax.types import Trajectory
@@ -27,17 +27,15 @@ def check_processes(config: RunConfig, count: int) -> None:
   """Checks that a config works with `count` processes.
 
   Raises:
-    ValueError: with several processes, the schedule is "lagged", or there are engines in Ray workers, or (async) the
-      batch does not split into whole groups per process.
+    ValueError: with several processes, the schedule is "lagged", or (async, without engines in Ray workers) the batch
+      does not split into whole groups per process.
   """
   if count == 1:
     return
   if config.schedule == "lagged":
     raise ValueError(f"schedule must be async or sync with {count} processes; received 'lagged'.")
-  if config.cluster.num_engines:
-    raise ValueError(f"cluster.num_engines must be 0 with {count} processes; received {config.cluster.num_engines}.")
   share = count * config.group_size
-  if config.schedule == "async" and config.batch_size % share:
+  if config.schedule == "async" and not config.cluster.num_engines and config.batch_size % share:
     raise ValueError(
       f"batch_size must be a multiple of {share} (whole groups of {config.group_size} from each of {count} processes); "
       f"received {config.batch_size}."
@@ -71,7 +69,7 @@ class MultiProcessRollouts:
 
 
 class MultiProcessSchedule:
-  """Asynchronous schedule over several processes: each contributes an equal share of a batch.
+  """Asynchronous schedule over several processes: each contributes an equal share of a batch, or one contributes all.
 
   Every process must call every method, in the same order.
 
@@ -79,20 +77,23 @@ class MultiProcessSchedule:
     schedule: the schedule of this process, for its share of the batch.
     placement: exchanges values with the other processes.
     group_size: episodes per group; a group runs in one process.
+    part: `(index, count)` of this process's share, see `RequestStream`.
   """
 
   runs_on_caller = False
 
-  def __init__(self, schedule: AsyncSchedule, placement: Placement, group_size: int):
+  def __init__(self, schedule: RolloutSchedule, placement: Placement, group_size: int, *, part: tuple[int, int]):
     self._schedule = schedule
     self._placement = placement
     self._group_size = group_size
+    self._part = part
 
   def next_batch(self, version: int) -> list[Trajectory]:
     return exchange_trajectories(self._placement, self._schedule.next_batch(version))
 
   def evaluate(self, requests: Sequence[EpisodeRequest], *, seed: int) -> list[Trajectory]:
-    mine = list(itertools.islice(requests, jax.process_index(), None, jax.process_count()))
+    index, count = self._part
+    mine = list(itertools.islice(requests, index, None, count))
     return exchange_trajectories(self._placement, self._schedule.evaluate(mine, seed=seed))
 
   def counters(self) -> dict[str, int]:
@@ -104,9 +105,9 @@ class MultiProcessSchedule:
     return {"processes": self._placement.exchange(state)}, exchange_trajectories(self._placement, waiting)
 
   def restore(self, state: Mapping[str, Any], waiting: list[Trajectory]) -> None:
-    index, count = jax.process_index(), jax.process_count()
+    index, count = self._part
     mine = [x for x in waiting if x.episode_id // self._group_size % count == index]
-    self._schedule.restore(state["processes"][index], mine)
+    self._schedule.restore(state["processes"][jax.process_index()], mine)
 
   def close(self) -> None:
     self._schedule.close()

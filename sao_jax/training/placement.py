@@ -49,20 +49,20 @@ class Placement:
     """Mesh of the learner, over the devices of all processes; and those of this process's engines."""
     self._check(config)
     self._rules = parallel.rules.RULES if config.rollout_mesh.follows_learner else parallel.rules.ENGINE_RULES
-    self._dtype = config.policy.compute_dtype if config.has_embedded_engines else None
+    self._compute_dtype = config.policy.compute_dtype
+    self._dtype = self._compute_dtype if config.has_embedded_engines else None
     self._lock = threading.RLock()
     self._engine_locks = [threading.RLock() if self._split else self._lock for _ in self.engine_meshes]
     self._copies: Any = None
+    self._worker_copies: Any = None
 
   def _check(self, config: RunConfig) -> None:
-    learner, engine = config.learner, config.engine
-    for mesh, axes, name, size in (
-      (self.mesh, ROWS, "learner.rows_per_microbatch", learner.rows_per_microbatch),
-      (self.mesh, ("context",), "learner.row_length", learner.row_length),
-      (self.engine_meshes[0], ROWS, "engine.num_slots / engine.num_streams", engine.num_slots // engine.num_streams),
-      (self.engine_meshes[0], ("context",), "engine.page_size", engine.page_size),
-    ):
-      check_split(mesh, name, size, *axes)
+    learner, engine, mesh = config.learner, config.engine, self.engine_meshes[0]
+    check_split(self.mesh, "learner.rows_per_microbatch", learner.rows_per_microbatch, *ROWS)
+    check_split(self.mesh, "learner.row_length", learner.row_length, "context")
+    if config.uses_embedded_engine:
+      check_split(mesh, "engine.num_slots / engine.num_streams", engine.num_slots // engine.num_streams, *ROWS)
+      check_split(mesh, "engine.page_size", engine.page_size, "context")
 
   def check_model(self, make: Callable[..., Any], *args: Any) -> None:
     """Checks, without computing it, that the meshes can split the policy that `make(*args)` returns.
@@ -155,6 +155,22 @@ class Placement:
     if jax.process_count() == 1:
       return copied
     return jax.tree.map(self._local, copied, parallel.shardings_for(copied, self.engine_meshes[0], self._rules))
+
+  def for_workers(self, params: Params) -> Params:
+    """Copies the learner's parameters for engines in other processes, in the compute dtype, and waits for the copy.
+
+    Every shard stays on its device. With several processes every one must call this.
+    """
+    if self._worker_copies is None:
+      cast = functools.partial(cast_for_engine, dtype=self._compute_dtype)
+      self._worker_copies = jax.jit(cast, out_shardings=parallel.shardings_for(params, self.mesh))
+    with self.dispatching():
+      copied = self._worker_copies(params)
+    return jax.block_until_ready(copied)
+
+  def engine_shardings(self, shapes: Params) -> Params:
+    """Returns the shardings of the weights on the first engine's mesh."""
+    return parallel.shardings_for(shapes, self.engine_meshes[0], self._rules)
 
   def for_checkpoint(self, copied: Params, like: Params) -> Params:
     """Returns a result of `for_engine` as parameters in the dtypes of `like`."""

@@ -16,20 +16,23 @@ import jax
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.console import Console, Stage
+from sao_jax.io.loggers import MetricsLogger, WandbLogger
 from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import LearnerState
 from sao_jax.parallel.distributed import is_main_process
+from sao_jax.rollout.failures import by_count
 from sao_jax.training import config as config_lib
 from sao_jax.training import evaluation
 from sao_jax.training.components import Components
+from sao_jax.training.data_checks import DataChecks
 from sao_jax.training.health import HealthCheck, RunStoppedError
-from sao_jax.training.metrics import RunLog, StepMetrics
+from sao_jax.training.metrics import RunLog, StepMetrics, environment_numbers
 from sao_jax.training.run_state import RunState
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Params, Trajectory
 
 SAMPLES_PER_CHECKPOINT = 4
-"""Trajectories written to `trajectories.jsonl` with every checkpoint."""
+"""Trajectories written to `trajectories.jsonl` with every checkpoint, unless `logging.trajectories` is "all"."""
 StepCallback: TypeAlias = Callable[[int, Mapping[str, Any], Sequence[Trajectory]], None]
 """`(step, metrics, trajectories)`, called after every learner step with its row of `metrics.jsonl` and its batch. An
 exception ends the run; the step's checkpoint, if one is due, is written before."""
@@ -47,6 +50,7 @@ class RLRun:
     console: where to report.
     signals: ask the run to save and end.
     callbacks: called after every learner step.
+    loggers: further places for the metrics; closed at the end.
   """
 
   def __init__(
@@ -56,8 +60,11 @@ class RLRun:
     console: Console,
     signals: StopSignals,
     callbacks: Sequence[StepCallback] = (),
+    loggers: Sequence[MetricsLogger] = (),
   ):
     self._callbacks = callbacks
+    self._loggers = tuple(loggers)
+    self._checks = DataChecks(getattr(parts.domain.tokenizer, "control_ids", ()))
     self.parts = parts
     self.config = parts.config
     self.schedule, self.weights = parts.make_schedule(on_wait=signals.check_local)
@@ -86,7 +93,13 @@ class RLRun:
         f"num_steps must be at least {self._start}, the step of the newest checkpoint in {self._workdir}; received "
         f"{self.config.num_steps}."
       )
-    log = RunLog(self._workdir, restored_step=self._start, placement=self.parts.placement)
+    settings, loggers = self.config.logging, self._loggers
+    if settings.wandb_project is not None and is_main_process():
+      config = config_lib.to_json(self.config)
+      wandb = WandbLogger(self._workdir, project=settings.wandb_project, mode=settings.wandb_mode, config=config)
+      loggers = (*loggers, wandb)
+    placement = self.parts.placement
+    log = RunLog(self._workdir, restored_step=self._start, placement=placement, loggers=loggers)
     self._log = self._stack.enter_context(contextlib.closing(log))
     return state
 
@@ -143,15 +156,19 @@ class RLRun:
     Raises:
       RunStoppedError: too many updates in a row were skipped; the run is saved.
     """
-    found = self._health.record(step, state, trajectories, metrics)
+    found = self._health.record(step, state, trajectories, metrics) | self._checks.record(trajectories)
     row = self._metrics.row(step, trajectories, {**metrics, **found}, self.schedule)
     self._log.step(step, row)
     self._bar.advance(note=self._metrics.note(row))
     every = self.config.eval_every_steps
     if every and step % every == 0 and step < self.config.num_steps:
       self._evaluate_between(step, state)
-    if step % self.config.checkpoint.every_steps == 0 or step == self.config.num_steps:
+    saved = step % self.config.checkpoint.every_steps == 0 or step == self.config.num_steps
+    if self.config.logging.trajectories == "all":
+      self._log.samples(step, trajectories)
+    elif saved:
       self._log.samples(step, trajectories[:SAMPLES_PER_CHECKPOINT])
+    if saved:
       self._state.save(step, state, metric=row["success_rate"])
     try:
       self._health.check()
@@ -173,7 +190,9 @@ class RLRun:
     with self._console.stage(f"evaluation after {step} steps", 1) as bar, self._signals.interruptible():
       weights = self.parts.placement.for_engine(state.policy)
       result = evaluation.evaluate(self.parts.rollouts, self.parts.domain, weights, num_episodes=n, version=step)
-      bar.advance(note=f"success {result.success_rate:.3f}")
+      failed = f"  failed {by_count(result.failed_by_kind)}" if result.failed else ""
+      bar.advance(note=f"success {result.success_rate:.3f}{failed}")
+    evaluation.check_failures(result, self.config.engine.max_failed_share)
     self._write_evaluation(step, result, time.monotonic() - began)
 
   def _evaluate_between(self, step: int, state: LearnerState) -> None:
@@ -188,9 +207,9 @@ class RLRun:
     requests = evaluation.held_out_requests(self.parts.domain, n)
     with self.collecting(step + 1, state):
       done = self.schedule.evaluate(requests, seed=evaluation.EVALUATION_SEED)
-    result = evaluation.result_of(done, self.parts.domain, n)
     seconds = time.monotonic() - began
-    self._metrics.evaluated(seconds, result.failed)
+    failures = self._metrics.evaluated(seconds, n - len(done))
+    result = evaluation.result_of(done, self.parts.domain, n, failures)
     self._write_evaluation(step, result, seconds)
     interval = f"(95 % interval {result.low:.3f} to {result.high:.3f})"
     self._console.print(f"held-out success after {step} steps: {result.success_rate:.3f} {interval}")
@@ -203,6 +222,10 @@ class RLRun:
       eval_low=result.low,
       eval_high=result.high,
       eval_turns_mean=result.turns_mean,
+      eval_reward_mean=result.reward_mean,
+      eval_failed=result.failed,
+      **{f"eval_failed/{kind}": count for kind, count in result.failed_by_kind.items()},
+      **{f"eval_{name}": value for name, value in environment_numbers(result.trajectories).items()},
       eval_seconds=seconds,
     )
 
@@ -227,6 +250,10 @@ class RLRun:
       "success_before_interval": [before.get("eval_low"), before.get("eval_high")],
       "success_after": after.get("eval_success_rate"),
       "success_after_interval": [after.get("eval_low"), after.get("eval_high")],
+      "reward_before": before.get("eval_reward_mean"),
+      "reward_after": after.get("eval_reward_mean"),
+      "eval_failed_before": before.get("eval_failed"),
+      "eval_failed_after": after.get("eval_failed"),
       "n": self.config.eval_episodes,
       "pretraining_explained_variance": stage_facts.get("value_pretraining", {}).get("explained_variance"),
       "seconds_total": sum(seconds.values()),

@@ -107,7 +107,7 @@ def _given(rollout: RolloutMeshConfig) -> str:
   return ", ".join(f"{name}={size}" for name, size in rollout.axes().items() if size != -1)
 
 
-def check_engine_mesh(name: str, params: Params, mesh: Mesh) -> None:
+def check_engine_mesh(name: str, params: Params, mesh: Mesh | AbstractMesh) -> None:
   """Checks that a mesh of `ENGINE_AXES` can split the weights of a model.
 
   Args:

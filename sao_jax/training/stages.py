@@ -42,7 +42,7 @@ from sao_jax.training.initial_trajectories import initial_trajectories
 from sao_jax.training.signals import StopSignals
 from sao_jax.types import Params, Trajectory
 
-LOW_EXPLAINED_VARIANCE = 0.2
+LOW_EXPLAINED_VARIANCE = 0.1
 """Value pretraining that ends below this is reported by a warning: its advantages are little better than those of one
 baseline for all states."""
 

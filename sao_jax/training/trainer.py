@@ -125,6 +125,8 @@ class Trainer:
     Raises:
       ValueError: a prompt is too long for the engine.
     """
+    if not prompts:
+      return []
     parts = self._open()
     parts.prompts[:] = [self.domain.format_prompt(prompt) for prompt in prompts]
     first = self.domain.num_train_tasks + self.domain.num_eval_tasks

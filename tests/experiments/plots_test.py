@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from experiments import plots
 from sao_jax import types
@@ -86,3 +87,13 @@ def test_nothing_to_plot_is_an_error(tmp_path):
 def test_running_mean_skips_missing_numbers():
   values = np.array([1.0, math.nan, 3.0, 5.0])
   np.testing.assert_allclose(plots.running_mean(values, 3), [1.0, 2.0, 4.0, 4.0])
+
+
+def test_a_reward_that_is_not_success_has_a_curve_of_its_own():
+  rows = [{"step": i, "reward_mean": i - 3.0, "success_rate": 0.5, "reward/brevity": 0.1 * i} for i in (1, 2, 3)]
+  figure = Figure()
+  assert plots.draw_reward_curve(figure, rows, [{"step": 0, "eval_reward_mean": -2.0}])
+  labels = [line.get_label() for line in figure.axes[0].lines]
+  assert [label for label in labels if label[0] != "_"] == ["reward", "brevity", "held-out reward"]
+  same = [{"step": 1, "reward_mean": 0.5, "success_rate": 0.5}]
+  assert not plots.draw_reward_curve(Figure(), same, [])

@@ -13,6 +13,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from sao_jax.io import metrics
+from sao_jax.io.metric_table import tag
 
 
 def values(step, **more):
@@ -54,7 +55,8 @@ def test_tensorboard_gets_the_finite_numbers_and_where_a_run_went_on(tmp_path):
   assert version.file_version == "brain.Event:2" and start.session_log.status == 1 and start.step == 1
   assert (first.step, second.step) == (1, 2)
   tags = {value.tag: value.simple_value for value in first.summary.value}
-  assert set(tags) == set(metrics.LEARNER_KEYS) - {"step", "explained_variance"} and tags["entropy"] == 1.0
+  assert set(tags) == {tag(key) for key in metrics.LEARNER_KEYS} - {"progress/step", "critic/explained_variance"}
+  assert tags["policy/entropy"] == 1.0
   path.unlink()
   with metrics.MetricsWriter(tmp_path, restored_step=2):
     (path,) = tmp_path.glob("events.out.tfevents.*")

@@ -139,6 +139,14 @@ def test_pitfall_27_fractional_rewards_stay_float32():
   assert batch.rewards.dtype == np.float32 and batch.rewards.sum() == 0.5
 
 
+def test_the_version_is_that_of_trajectories_of_one_version():
+  one, two = tiny.trajectory([0, 1, 0, 1]), tiny.trajectory([0, 1, 0, 1], index=1)
+  one.versions[[1, 3]], two.versions[[1, 3]] = 5, (4, 5)
+  batch, _ = batching.pack([one, two], row_length=9, rows_per_microbatch=1, alpha=1.5)
+  assert sorted(batch.version[0, 0].tolist()) == [-1] * 7 + [5, 5]
+  assert batch.action_mask[batch.version == 5].all()
+
+
 def test_rows_are_dealt_out_evenly():
   made = [tiny.trajectory([False] + [True] * 9, seed=i, index=i) for i in range(9)]
   batch, stats = batching.pack(made, row_length=10, rows_per_microbatch=4, alpha=1.5)

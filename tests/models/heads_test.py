@@ -102,6 +102,18 @@ def test_policy_output_gives_the_logits(config: models.ModelConfig) -> None:
   np.testing.assert_array_equal(models.lm_head(config)(params), out.lm_head)
 
 
+def test_an_untied_copy_is_the_same_policy_with_a_head_of_its_own() -> None:
+  config = tiny.dense(tie_word_embeddings=True)
+  params = tiny.policy_params(config)
+  untied, copy = models.untied(config, params)
+  assert not untied.tie_word_embeddings and "lm_head" in copy and "lm_head" not in params
+  tokens = jnp.array([[3, 1, 4, 1]])
+  np.testing.assert_array_equal(
+    models.policy_logits(untied)(copy, tokens), models.policy_logits(config)(params, tokens)
+  )
+  assert models.untied(untied, copy) == (untied, copy)
+
+
 def test_bfloat16_computes_in_bfloat16_and_scores_in_float32() -> None:
   config = tiny.dense(dtype="bfloat16", param_dtype="bfloat16")
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.policy_params(tiny.dense()))

@@ -37,7 +37,7 @@ def make(dim: int):
     positions, targets, np.array([*(length for length, _ in ROWS), 1], np.int32), tables,
     np.array([*starts, starts[-1]], np.int32), np.array([len(ROWS)], np.int32),
   )  # fmt: skip
-  return q, k, v, pages, jax.tree.map(jnp.asarray, batch), contexts
+  return *jax.tree.map(jnp.asarray, (q, k, v, pages, batch)), contexts
 
 
 def dense(q, contexts, scale):
@@ -62,7 +62,7 @@ def test_any_mix_of_prompt_and_decode_tokens_equals_dense_attention(impl, dim):
   q, k, v, pages, batch, contexts = make(dim)
   with pltpu.force_tpu_interpret_mode():
     out, written = jax.jit(paged_attention, static_argnums=(5, 6))(q, k, v, pages, batch, 0.3, impl)
-  want = dense(q, contexts, 0.3)
+  want = dense(np.asarray(q), contexts, 0.3)
   np.testing.assert_allclose(np.asarray(out)[: len(want)], want, atol=2e-5)
   for table, (length, _), (keys, values) in zip(batch.tables, ROWS, contexts, strict=False):
     row = np.asarray(written)[table].reshape(-1, 2 * KV_HEADS, dim)[:length]

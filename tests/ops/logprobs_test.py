@@ -217,3 +217,22 @@ def test_masked_refuses_what_does_not_fit(own_checks):
     logprobs.masked_token_logprobs(hidden, lm_head, tokens, np.ones((2, 4), bool), chunk_size=4)
   with pytest.raises(TypeError, match="mask"):
     logprobs.masked_token_logprobs(hidden, lm_head, tokens, np.ones((2, 5)), chunk_size=4)
+
+
+def test_padding_ids_have_no_probability_and_no_gradient():
+  """The same values and gradients as with a head that is cut off."""
+  hidden, lm_head, tokens = problem((3, 7))
+  size = lm_head.shape[1] - 3
+  tokens = np.minimum(tokens, size - 1)
+  mask = np.ones((3, 7), bool)
+
+  def total(h, w, **padding):
+    outputs = logprobs.masked_token_logprobs(h, w, tokens, mask, temperature=0.7, chunk_size=8, **padding)
+    return sum(out.sum() for out in outputs), outputs
+
+  gradients, outputs = jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, lm_head, num_tokens=size)
+  wanted, expected = jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, lm_head[:, :size])
+  np.testing.assert_allclose(np.array(outputs), np.array(expected), rtol=1e-5, atol=2e-6)
+  np.testing.assert_allclose(gradients[0], wanted[0], rtol=1e-5, atol=2e-6)
+  np.testing.assert_allclose(gradients[1][:, :size], wanted[1], rtol=1e-5, atol=2e-6)
+  assert not np.asarray(gradients[1])[:, size:].any()

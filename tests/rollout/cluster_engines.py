@@ -9,6 +9,7 @@ import pathlib
 import time
 
 from sao_jax.rollout import Engine, EngineConfig
+from sao_jax.rollout.ray.ray_worker import EngineFactory, EngineWorker, Shardings
 from sao_jax.types import Step
 from tests.rollout.fakes import POLICY, CharTokenizer, Echo
 
@@ -67,3 +68,33 @@ def raise_on_creation() -> Engine:
 
 def die_on_creation() -> Engine:
   os._exit(9)
+
+
+class FaultyWorker(EngineWorker):
+  """Worker with two faults, each as often as there are files for it in the folder: `die*` ends the process between two
+  groups of a delta, `corrupt*` changes the weights that a delta starts from.
+
+  Args:
+    folder: holds the files; one is removed for each fault.
+  """
+
+  def __init__(self, make_engine: EngineFactory, shardings: Shardings, folder: pathlib.Path):
+    super().__init__(make_engine, shardings)
+    self._folder = folder
+
+  def receive_weights(self, key, full, delta, checksum) -> bool:
+    if delta is not None and self._arrived and self._due("die"):
+      os._exit(9)
+    if delta and self._due("corrupt"):
+      piece = self._groups[key][0]
+      self._groups[key][0] = piece._replace(values=piece.values ^ 1)
+    return super().receive_weights(key, full, delta, checksum)
+
+  def _due(self, fault: str) -> bool:
+    for path in self._folder.glob(f"{fault}*"):
+      try:
+        path.unlink()
+      except FileNotFoundError:  # the other engine was quicker
+        continue
+      return True
+    return False

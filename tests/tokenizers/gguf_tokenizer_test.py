@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sao_jax.tokenizers import load_gguf_tokenizer
+from sao_jax.tokenizers import Chat, load_gguf_tokenizer
+from sao_jax.tokenizers.gguf_tokenizer import hf_files
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2", "Ġ 1", "i n", "in g", "Ċ Ċ"]
@@ -109,3 +110,13 @@ def test_templates_by_name(tmp_path):
 def test_what_cannot_be_read_is_named(tmp_path, change, message):
   with pytest.raises(ValueError, match=message):
     load_gguf_tokenizer(write_file(tmp_path / "x.gguf", **change))
+
+
+def test_it_is_written_as_the_files_of_a_hugging_face_directory(loaded, tmp_path):
+  template = TEMPLATE + "{% if tools %}<tool_call>{% endif %}"
+  for name, text in hf_files(write_file(tmp_path / "x.gguf", template=template)).items():
+    (tmp_path / name).write_text(text)
+  chat = Chat.load(tmp_path)
+  text = "The king<|im_end|>\n\n12 in 112"
+  assert chat.tokenizer.encode(text) == loaded["smollm"][0].encode(text)
+  assert chat.tokenizer.stop_tokens == ("<|im_end|>",) and chat.template.source == template

@@ -17,6 +17,7 @@ from sao_jax.rollout.remote.config import RemoteConfig
 from sao_jax.training import loop
 from sao_jax.training.components import Components
 from sao_jax.training.config import CriticConfig, WarmStartConfig
+from tests.parallel.processes import finish, launches, start
 from tests.tiny_domain import VOCABULARY, tiny_domain
 from tests.training.loop_test import LEARNER, tiny_config
 
@@ -59,6 +60,26 @@ def test_a_run_with_two_engines(tmp_path: pathlib.Path) -> None:
   left = [x for x in psutil.Process().children(recursive=True) if x.pid not in before]
   assert not psutil.wait_procs(left, timeout=120)[1]
   assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_learner_of_two_processes_with_two_engines_on_meshes(tmp_path: pathlib.Path) -> None:
+  """Each process has two of the four devices, and sends the shards on them; each engine has two devices."""
+  with launches() as both:
+    running = [
+      start("tests.training.ray_program", str(tmp_path), "data=2,fsdp=2", devices=2, **environment)
+      for environment in both
+    ]
+    results = [finish(process, 500.0) for process in running]
+  rows, _ = read_metrics(tmp_path)
+  assert [row["step"] for row in rows] == [1, 2, 3] and all(row["trajectories"] == 16 for row in rows)
+  # At version 0 every log-prob of the engines is that of the learner: they have all shards, each in its place.
+  assert abs(rows[0]["ratio_mean"] - 1) < 1e-5 and rows[0]["dis_masked_fraction"] == 0
+  for result in results:
+    assert result["processes"] == 2 and not result["embedded"]
+    assert result["summary"] == results[0]["summary"] and result["summary"]["failed_episodes"] == 0
+    counters = result["counters"]
+    assert counters["weight_checksum_mismatches"] == 0 and counters["engine_restarts"] == 0
+    assert counters["weight_transfers"] > 2 and counters["tokens_generated"] > 0
 
 
 def test_a_cluster_needs_a_way_to_make_domains() -> None:

@@ -47,7 +47,10 @@ def test_both_splits_serves_held_out_tasks_behind_the_training_tasks() -> None:
 
 def test_evaluate_counts_what_failed_as_not_solved() -> None:
   class Engine:
+    counters: dict = {"failed_by_kind": {"timeout": 4}}  # noqa: RUF012 (of earlier episodes)
+
     def generate(self, weights: object, requests: list, *, seed: int) -> list:
+      self.counters = {"failed_by_kind": {"timeout": 5, "step_error": 20}}
       assert seed == evaluation.EVALUATION_SEED
       assert [r.task_index for r in requests[:3]] == [50, 51, 52] and requests[20].task_index == 50
       return []

@@ -92,6 +92,9 @@ def test_transformers_reads_it(name, tmp_path):
     shutil.copy(FIXTURES / name / file, source / file)
   config, params = models.load_hf(source)
   write_tokenizer(source)
+  settings = json.loads((source / "tokenizer_config.json").read_text())
+  settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+  (source / "tokenizer_config.json").write_text(json.dumps(settings))
   values = json.loads((source / "config.json").read_text()) | {"eos_token_id": None, "pad_token_id": None}
   (source / "config.json").write_text(json.dumps(values))
   params = jax.tree.map(lambda x: x * 1.01, params)  # trained

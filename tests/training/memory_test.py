@@ -20,7 +20,7 @@ def test_what_is_counted_is_what_is_allocated():
     state = parts.init_state(policy, parts.init_critic(policy))
     found = memory.needs(config, parts.placement.mesh, parts.placement.engine_meshes[0])
     cache = parts.placement.cached_policy(memory.models.cached_policy(config.policy)).init_cache(
-      config.engine.num_slots, config.engine.max_len
+      config.engine.num_pages + 1, config.engine.page_size
     )
 
   def size(tree):
@@ -42,7 +42,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(monkeyp
   sizes = {"hidden_size": 16_384, "intermediate_size": 65_536, "num_layers": 40, "num_experts": 0}
   large = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **sizes))
   message = (
-    r"this run does not fit: it needs at least [\d.]+ GB on each of 1 devices, and [\d.]+ GB of the host's memory is "
+    r"this run does not fit: it needs at least [\d.]+ GB, and [\d.]+ GB of the host's memory is "
     r"free for it\. In detail: policy [\d.]+ GB, critic .*The largest part that a setting changes is the policy: use "
     r"more devices along mesh\.fsdp, or a smaller model\."
   )

@@ -18,13 +18,13 @@ from sao_jax.io.console import Console
 from sao_jax.io.metrics import read_metrics
 from sao_jax.training import Trainer, loop
 from sao_jax.training.config import WarmStartConfig
-from tests.bare_run import bare
+from tests.bare_run import bare, busy_domain
 from tests.tiny_domain import tiny_domain
 
 
 def make_trainer(workdir, callbacks=(), **changes):
   config = bare(num_steps=4, eval_episodes=4, **changes)
-  return Trainer(config, tiny_domain(), workdir, callbacks=callbacks, console=Console(file=io.StringIO()))
+  return Trainer(config, busy_domain(), workdir, callbacks=callbacks, console=Console(file=io.StringIO()))
 
 
 def test_a_run_in_parts(tmp_path):

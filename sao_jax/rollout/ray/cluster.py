@@ -1,8 +1,9 @@
 """Rollout engines in Ray workers, on one or many machines, with the `run` of the embedded engine.
 
-Every engine is an `EngineWorker` in its own process. The learner's process sends it requests, puts each version of the
-weights into Ray's object store once, and receives trajectories. Engines may have different versions: each action token
-carries the version that sampled it, and the queue bounds staleness.
+Every engine is an `EngineWorker` in its own process. The learner's process sends it requests and receives trajectories.
+Each process of the learner puts its shards of each version of the weights into Ray's object store once. Engines fetch
+them while they decode with their old weights. They may have different versions: each action token carries the version
+that sampled it, and the queue bounds staleness.
 """
 
 from __future__ import annotations
@@ -17,23 +18,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.rollout.ray.config import ClusterConfig
 from sao_jax.rollout.ray.connection import RayConnection
-from sao_jax.rollout.ray.ray_worker import EngineFactory, EngineWorker, Report
+from sao_jax.rollout.ray.engine_weights import METHODS, EngineWeights
+from sao_jax.rollout.ray.hub import HubAddress, HubReader
+from sao_jax.rollout.ray.ray_worker import EngineFactory, EngineWorker, Report, Shardings, one_device
+from sao_jax.rollout.ray.weight_sender import Outbox, WeightSender
 from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.types import Trajectory
 
 _POLL_S = 0.02
+_SENDING_POLL_S = 0.002
+"""The same while weights are being put into the object store."""
 _REPORT_S = 1.0
 """Longest time that an engine waits for a result to report, in seconds."""
 _CLOSE_S = 6.0
 """Seconds for engines to stop by themselves before they are killed."""
 _LONGEST_TICK_S = 1.0
 _SUSPECT_DEATHS = 2
+
+_ALWAYS_COUNTED = (
+  "tokens_generated", "failed_episodes", "engine_restarts", "weight_transfers", "full_weight_transfers",
+  "weight_bytes", "weight_bytes_sent", "weight_checksum_mismatches",
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
@@ -45,16 +55,13 @@ class _EngineHandle:
   index: int
   worker: Any
   """Ray's handle of the `EngineWorker`."""
+  weights: EngineWeights
   silent_s: float = 0.0
   """Seconds since its last response, or its start."""
   restarts: int = 0
   """Number of restarts since an episode last ended in it."""
   location: str = ""
   """Process and host; empty until the engine has started."""
-  version: int = -1
-  """Version of the weights last sent."""
-  fetching: bool = False
-  """Whether it is fetching weights."""
   warned: bool = False
   """Whether its slow start was logged."""
   running: dict[int, EpisodeRequest] = dataclasses.field(default_factory=dict)
@@ -80,16 +87,26 @@ class EngineCluster:
     make_engine: makes an engine in the worker's process.
     config: number of engines, resources and time limits.
     slots_per_engine: maximum number of episodes that an engine runs at once.
+    shardings: of the weights on the engine's devices; called in the worker's process.
+    num_senders: processes of the learner; each but this one has a `hub.RemoteSender`.
 
   Raises:
     ValueError: `config.num_engines` is 0.
     ConnectionError: Ray cannot be reached or started in time.
   """
 
-  def __init__(self, make_engine: EngineFactory, config: ClusterConfig, *, slots_per_engine: int):
+  def __init__(
+    self,
+    make_engine: EngineFactory,
+    config: ClusterConfig,
+    *,
+    slots_per_engine: int,
+    shardings: Shardings = one_device,
+    num_senders: int = 1,
+  ):
     if config.num_engines < 1:
       raise ValueError(f"ClusterConfig.num_engines must be >= 1 for a cluster; received {config.num_engines}.")
-    self._make_engine = make_engine
+    self._worker_arguments: tuple[Any, ...] = (make_engine, shardings)
     self._config = config
     self._slots = slots_per_engine
     self._driving = threading.Lock()
@@ -101,14 +118,20 @@ class EngineCluster:
     """Unfinished episodes of dead engines."""
     self._deaths = collections.Counter[int]()
     """Episode id -> number of engines that died with it."""
-    self._weights: tuple[Any, int] = (None, -1)
-    """Ray's reference to the newest weights, and their version."""
+    self._outbox = Outbox(num_senders)
     self._past_counters: list[Mapping[str, Any]] = []
     """Counters of engines that were stopped or replaced."""
     self._counting = threading.Lock()
     self._connection = RayConnection(config)
     self._ray = self._connection.ray
     self._worker_class = self._ray.remote(EngineWorker)
+    self._hub = HubReader(self._connection) if num_senders > 1 else None
+
+  @property
+  def hub_address(self) -> HubAddress:
+    """Address for the learner's other processes; there must be some."""
+    assert self._hub is not None, "num_senders must be > 1"
+    return self._hub.address
 
   def run(
     self,
@@ -131,12 +154,19 @@ class EngineCluster:
       raise RuntimeError("EngineCluster.run() called while another call is still running.")
     fail = on_failure or (lambda request: None)
     errors: list[BaseException] = []
+    sender = WeightSender(weights, self._ray.put, self._outbox.add)
     try:
+      sender.start()
+      if self._hub is not None:
+        self._hub.start(self._outbox)
       for index in range(self._config.num_engines):
         self._engines.append(self._start_engine(index))
       last = time.monotonic()
       while not stop.is_set() and not self._closed.is_set():
-        self._send_weights(weights)
+        sender.check()
+        if self._hub is not None:
+          self._hub.check()
+        self._send_weights()
         self._send_requests(next_request)
         for report in self._collect_reports(fail):
           for request in report.failed:
@@ -151,6 +181,7 @@ class EngineCluster:
         last = now
     finally:
       try:
+        sender.stop(_CLOSE_S)
         errors = self._stop_engines()
       finally:
         if self._connection.lost:
@@ -161,13 +192,16 @@ class EngineCluster:
 
   @property
   def counters(self) -> dict[str, Any]:
-    """Sums of `Engine.counters` over all engines, including replaced ones, and `engine_restarts`.
+    """Sums of `Engine.counters` over all engines, including replaced ones, and of what the cluster counts itself.
+
+    These are `engine_restarts`, `weight_transfers`, of which `full_weight_transfers` sent no delta, `weight_bytes` (of
+    the versions transferred), `weight_bytes_sent` (with deltas), and `weight_checksum_mismatches`.
 
     `busy_seconds` is the mean over the engines, so that its growth per second is a fraction in [0, 1], as for `Engine`.
     """
     with self._counting:
-      each = [*self._past_counters, *[engine.counters for engine in self._engines]]
-    total: dict[str, Any] = dict.fromkeys(("tokens_generated", "failed_episodes", "engine_restarts"), 0)
+      each = [*self._past_counters, *[{**engine.counters, **engine.weights.counters} for engine in self._engines]]
+    total: dict[str, Any] = dict.fromkeys(_ALWAYS_COUNTED, 0)
     by_kind = collections.Counter[str]()
     for counters in each:
       by_kind.update(counters.get("failed_by_kind", {}))
@@ -183,6 +217,8 @@ class EngineCluster:
       # A call to Ray after its shutdown would start it again. It ends with this process.
       _log.warning("the thread that runs the rollout engines does not stop; Ray is left running.")
       return
+    if self._hub is not None:
+      self._hub.stop()
     self._connection.close()
     self._driving.release()
 
@@ -202,30 +238,25 @@ class EngineCluster:
       num_cpus=config.num_cpus,
       num_gpus=config.num_gpus,
       resources=dict(config.resources),
-      max_concurrency=4,  # so that update_weights, submit and close do not wait for collect
+      max_concurrency=6,  # so that weights, submit and close do not wait for collect
       max_restarts=0,
       max_task_retries=0,
       scheduling_strategy="SPREAD",
       runtime_env={"env_vars": env_vars | dict(config.env_vars)},
-    ).remote(self._make_engine)
-    engine = _EngineHandle(index, worker, restarts=restarts)
+    ).remote(*self._worker_arguments)
+    engine = _EngineHandle(index, worker, EngineWeights(f"rollout engine {index}"), restarts=restarts)
     self._call(engine, "open")
     return engine
 
   def _call(self, engine: _EngineHandle, method: str, *arguments: Any) -> None:
     self._calls[getattr(engine.worker, method).remote(*arguments)] = engine, method
 
-  def _send_weights(self, store: WeightStore) -> None:
-    """Puts new weights into the object store, and sends their reference to engines that are not fetching weights."""
-    params, version = store.latest()
-    if version != self._weights[1]:
-      # Drops the reference to the previous version, which Ray frees when no engine is fetching it.
-      self._weights = self._ray.put(jax.device_get(params)), version
-    ref, version = self._weights
+  def _send_weights(self) -> None:
+    """Sends references to new weights to the engines that are ready for them."""
     for engine in self._engines:
-      if engine.location and not engine.fetching and engine.version != version:
-        engine.fetching, engine.version = True, version
-        self._call(engine, "update_weights", [ref], version)
+      if engine.location:
+        for call in engine.weights.next_calls(self._outbox.newest):
+          self._call(engine, *call)
 
   def _send_requests(self, next_request: Callable[[], EpisodeRequest | None]) -> None:
     """Fills the engines, the emptiest first; lost episodes come before new ones."""
@@ -250,8 +281,9 @@ class EngineCluster:
 
   def _collect_reports(self, fail: Callable[[EpisodeRequest], None]) -> Iterator[Report]:
     """Waits a moment for remote calls to end. Yields the reports of engines, and replaces engines that died."""
-    calls = list(self._calls)
-    if not self._ray.wait(calls, num_returns=1, timeout=_POLL_S)[0]:
+    calls, newest = list(self._calls), self._outbox.newest
+    wait_s = _POLL_S if newest is None or newest.complete else _SENDING_POLL_S
+    if not self._ray.wait(calls, num_returns=1, timeout=wait_s)[0]:
       return
     for ref in self._ray.wait(calls, num_returns=len(calls), timeout=0)[0]:
       engine, method = self._calls.pop(ref, (None, ""))
@@ -269,8 +301,8 @@ class EngineCluster:
       engine.silent_s = 0.0
       if method == "open":
         engine.location = result
-      elif method == "update_weights":
-        engine.fetching = False
+      elif method in METHODS:
+        engine.weights.returned(method, result)
       elif method == "collect":
         yield self._record_report(engine, result)
       if method in ("open", "collect"):
@@ -316,8 +348,9 @@ class EngineCluster:
     self._calls = {ref: call for ref, call in self._calls.items() if call[0] is not engine}
     engine.location = ""
     with self._counting:
-      self._past_counters.append(engine.counters)
+      self._past_counters.append({**engine.counters, **engine.weights.counters})
       engine.counters = {}
+      engine.weights.counters.clear()
 
   def _check_silence(self, seconds: float, fail: Callable[[EpisodeRequest], None]) -> None:
     """Replaces engines that hang. Raises if an engine does not start, unless it is a replacement and others run."""
@@ -359,7 +392,7 @@ class EngineCluster:
     self._engines.clear()
     self._lost.clear()
     self._deaths.clear()
-    self._weights = None, -1
+    self._outbox.clear()
     return errors
 
 

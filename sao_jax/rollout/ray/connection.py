@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -34,19 +35,20 @@ class RayConnection:
 
   Args:
     config: settings of the cluster.
+    address: in place of `config.address`.
 
   Raises:
     ConnectionError: no attempt succeeded in time.
   """
 
-  def __init__(self, config: ClusterConfig):
+  def __init__(self, config: ClusterConfig, *, address: str | None = None):
     self.ray = import_ray()
-    self._config = config
+    self._config = config if address is None else dataclasses.replace(config, address=address)
     self._owned = not self.ray.is_initialized()
     if self._owned:
       # By default Ray's processes have a niceness of 15. Next to a learner on the same cores they would hardly run.
       os.environ.setdefault("RAY_worker_niceness", "0")
-      _connect(self.ray, config)
+      _connect(self.ray, self._config)
     self._head = _address(self.ray.get_runtime_context().gcs_address)
     self._checked_at = time.monotonic()
     self._lost_s = 0.0

@@ -11,13 +11,26 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
+
 from sao_jax.rollout.engine.engine import Engine, EngineThread
 from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.rollout.ray import weight_transfer as transfer
 from sao_jax.rollout.weight_sync import WeightStore
-from sao_jax.types import Trajectory
+from sao_jax.types import Params, Trajectory
 
 EngineFactory: TypeAlias = Callable[[], contextlib.AbstractContextManager[Engine]]
 """Makes an engine in the process in which it is called; leaving the context frees everything. Must be picklable."""
+
+Shardings: TypeAlias = Callable[[Params], Params]
+"""Called in the engine's process with a pytree of `jax.ShapeDtypeStruct`: returns the shardings of the weights there.
+Must be picklable."""
+
+
+def one_device(shapes: Params) -> Params:
+  """Returns shardings that place weights on JAX's default device."""
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return jax.tree.map(lambda _: place, shapes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,16 +48,23 @@ class Report:
 class EngineWorker:
   """Rollout engine with methods for remote calls, on several threads at once.
 
-  An exception in the engine is raised by the next `collect` or `close`.
+  Weights come in groups, which wait on the host until all are there. The engine decodes with its old weights meanwhile,
+  and takes the new ones between two steps. An exception in the engine is raised by the next `collect` or `close`.
 
   Args:
     make_engine: makes the engine, in `open`.
+    shardings: of the engine's weights.
   """
 
-  def __init__(self, make_engine: EngineFactory):
+  def __init__(self, make_engine: EngineFactory, shardings: Shardings = one_device):
     self._make_engine = make_engine
+    self._shardings = shardings
     self._resources = contextlib.ExitStack()
-    self._weights = WeightStore()
+    self._weights = WeightStore(copy=lambda params: params)  # they are the engine's own
+    self._groups: dict[Any, list[transfer.Piece]] = {}
+    """Weights of the engine, on the host."""
+    self._arrived: dict[Any, list[transfer.Piece]] = {}
+    """Weights of the version that is on its way."""
     self._changed = threading.Condition()
     self._requests: collections.deque[EpisodeRequest] = collections.deque()
     self._trajectories: list[Trajectory] = []
@@ -57,18 +77,49 @@ class EngineWorker:
     self._engine = self._resources.enter_context(self._make_engine())
     return f"process {os.getpid()} on {socket.gethostname()}"
 
-  def update_weights(self, refs: Sequence[Any], version: int) -> None:
-    """Fetches weights and publishes them to the engine, which starts with the first version.
+  def receive_weights(self, key: Any, full: Sequence[Any], delta: Sequence[Any] | None, checksum: int) -> bool:
+    """Fetches a group of weights from Ray's object store.
 
     Args:
-      refs: one reference into Ray's object store. It is in a list because Ray would otherwise fetch the object before
-        the call, and delay later calls.
-      version: policy version, above all earlier ones.
+      key: of the group.
+      full: reference to its pieces; used if `delta` is None.
+      delta: reference to what changed in them since the version that the engine has; empty if nothing did.
+      checksum: of the group's values.
+
+    Returns:
+      Whether the values have this checksum. If not, they are dropped.
     """
     import ray
 
-    # `publish` copies the weights out of the object store, which can then free this version.
-    self._weights.publish(ray.get(refs[0]), version)
+    if delta is None:
+      pieces = [piece._replace(values=transfer.copied(piece.values)) for piece in ray.get(full[0])]
+    elif not delta:
+      pieces = self._groups[key]
+    else:
+      changes = ray.get(delta[0])
+      pieces = [
+        piece._replace(values=transfer.apply(change, piece.values))
+        for piece, change in zip(self._groups[key], changes, strict=True)
+      ]
+    if transfer.checksum(piece.values for piece in pieces) != checksum:
+      return False
+    self._arrived[key] = pieces
+    return True
+
+  def drop_weights(self) -> None:
+    """Drops the groups that have arrived."""
+    self._arrived.clear()
+
+  def swap_weights(self, shapes: Params, version: int) -> None:
+    """Publishes the weights that have arrived to the engine, which starts with the first version.
+
+    Args:
+      shapes: pytree of `jax.ShapeDtypeStruct`.
+      version: policy version, above all earlier ones.
+    """
+    params = transfer.place(shapes, self._shardings(shapes), self._arrived.values())
+    self._weights.publish(params, version)
+    self._groups, self._arrived = self._arrived, {}
     if self._thread is None:
       assert self._engine is not None, "open() comes first"
       self._thread = EngineThread(

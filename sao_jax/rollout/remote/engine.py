@@ -150,13 +150,15 @@ class RemoteEngine:
   def counters(self) -> dict[str, Any]:
     """Totals since this object was made; `busy_seconds` is the time during which the server had a request."""
     names = (
-      "tokens_generated", "server_requests", "episodes_started", "episodes_finished", "failed_episodes",
-      "reset_retries", "weight_updates", "checked_versions",
+      "tokens_generated", "server_requests", "episodes_started", "episodes_finished", "reset_retries",
+      "weight_updates", "checked_versions",
     )  # fmt: skip
+    by_kind = dict(self._failures.by_kind)
     return {
       **{name: self._counts[name] for name in names},
+      "failed_episodes": sum(by_kind.values()),
       "failed_attempts": self._client.counts["failed_attempts"],
-      "failed_by_kind": dict(self._failures.by_kind),
+      "failed_by_kind": by_kind,
       "busy_seconds": self._busy.seconds,
     }
 
@@ -241,10 +243,9 @@ class RemoteEngine:
     self, request: EpisodeRequest, failure: EpisodeFailure, on_failure: Callable[[EpisodeRequest], None] | None
   ) -> None:
     self._failures.record_failure(request, failure)
-    self._counts["failed_episodes"] += 1
     if on_failure is not None:
       on_failure(request)
-    self._failures.check(request, failure)
+    self._failures.check(failure)
 
   def _update_weights(self, params: Params, version: int, *, stop: threading.Event | None) -> None:
     """Writes new weights to a folder, and waits until the server has loaded them. Does nothing if it has them."""

@@ -41,6 +41,8 @@ class WeightCheck:
   """Bound on the mean absolute difference of the log-probs, in nats."""
   max_len: int
   """Maximum tokens of a trajectory."""
+  max_action_tokens: int
+  """Maximum tokens of a completion."""
 
   async def run(self, client: ServerClient, params: Params, version: int, *, vocab_size: int, seed: int) -> None:
     """Checks the server right after the update to `params`.
@@ -57,7 +59,7 @@ class WeightCheck:
       ServerError: the server does not complete the prompts.
     """
     length = min(_PROMPT_TOKENS, self.max_len // 2)
-    new_tokens = min(_NEW_TOKENS, self.max_len - length)
+    new_tokens = min(_NEW_TOKENS, self.max_action_tokens, self.max_len - length)
     prompts = np.random.default_rng((seed, version)).integers(vocab_size, size=(_PROMPTS, length), dtype=np.int32)
     try:
       done = await asyncio.gather(

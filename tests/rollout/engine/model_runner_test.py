@@ -160,15 +160,13 @@ MODEL = ModelConfig(
 
 
 def test_both_kinds_of_attention_sample_the_same():
-  """Prompts in pieces beside rows that decode, a row that stops, and idle rows: by pages and by windows."""
+  """Prompts in pieces beside rows that decode, a row that ends early, and idle rows: by pages and by windows."""
   params, rng = init_policy(MODEL, jax.random.key(0)), np.random.default_rng(0)
   contexts = [rng.integers(3, 20, n).astype(np.int32) for n in (19, 9, 2)]
   outputs = []
   for use_pages in (False, True):
-    spec = StepSpec(
-      model=cached_policy(MODEL), chunk_steps=4, temperature=1.0, stop_ids=(STOP,), use_pages=use_pages
-    )
-    runner = ModelRunner(spec, num_slots=4, num_pages=12, page_size=8, max_pages=4, token_budget=16)
+    spec = StepSpec(model=cached_policy(MODEL), chunk_steps=4, temperature=1.0, stop_ids=(), use_pages=use_pages)
+    runner = ModelRunner(spec, num_slots=4, num_pages=12, page_size=8, max_pages=4, token_budget=20)
     first = run(runner, params, [row(1, contexts[1]), row(0, contexts[0][:11], 0), row(2, contexts[2], 2)])
     more = [row(1, first.tokens[3:4, 0], 100, 12), row(0, contexts[0][11:], 3, 11)]
     outputs.append((first, run(runner, params, more)))

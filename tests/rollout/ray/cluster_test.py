@@ -21,6 +21,7 @@ import pytest
 import ray
 
 from sao_jax.rollout import EngineThread, EpisodeRequest, TrajectoryQueue, WeightStore
+from sao_jax.rollout.ray import weight_transfer
 from sao_jax.rollout.ray.cluster import EngineCluster
 from sao_jax.rollout.ray.config import ClusterConfig
 from sao_jax.types import Trajectory
@@ -96,10 +97,11 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(*arguments, **changes) -> Iterator[Run]:
+def running(*arguments, start: bool = True, **changes) -> Iterator[Run]:
   run = Run(*arguments, **changes)
-  run.weights.publish(PARAMS[0], 0)
-  run.thread.start()
+  if start:
+    run.weights.publish(PARAMS[0], 0)
+    run.thread.start()
   try:
     yield run
   finally:
@@ -212,6 +214,46 @@ def test_weights_in_flight_and_a_killed_engine():
   assert any(x.mixed_versions for x in done)
   assert max(x.versions.max() for x in done) == 11
   assert_gone(pids)
+
+
+def test_faults_while_weights_are_on_their_way(tmp_path: pathlib.Path, monkeypatch, caplog):
+  """Deltas in several groups. An engine dies between two of them; later, one has other weights than it should."""
+  monkeypatch.setattr(weight_transfer, "GROUP_BYTES", 2**16)
+  ballast = {str(i): jnp.zeros(2**14, jnp.bfloat16) for i in range(6)}
+  params = {
+    v: {**make_params(v), "ballast": {k: x.at[: 50 * v].set(-0.0) for k, x in ballast.items()}} for v in range(5)
+  }
+  with running(functools.partial(cluster_engines.make_engine, sleep_s=0.02), ENOUGH, start=False) as run:
+    run.cluster._worker_class = ray.remote(cluster_engines.FaultyWorker)
+    run.cluster._worker_arguments += (tmp_path,)
+    run.weights.publish(params[0], 0)
+    run.thread.start()
+    engines = run.cluster._engines
+    done: list[Trajectory] = []
+
+    def reach(version: int) -> None:
+      while len(engines) < 2 or not all(x.weights.version == version for x in engines):
+        done.extend(run.take(1))
+
+    reach(0)
+    for version, fault in ((1, "none"), (2, "die"), (3, "corrupt"), (4, "none")):
+      (tmp_path / fault).touch()
+      run.weights.publish(params[version], version)
+      reach(version)
+      counters = run.cluster.counters
+      assert counters["engine_restarts"] == int(version >= 2)
+      assert counters["weight_checksum_mismatches"] == int(version >= 3)
+      # Both engines at first, the restarted one, and the one with wrong weights.
+      assert counters["full_weight_transfers"] == 2 + (version >= 2) + (version >= 3)
+    n = ENOUGH - len(run.waiting)
+    run.waiting = []
+    done += run.take(n - len(done))
+  assert "the checksum of the weights of version 3 does not match in rollout engine" in caplog.text
+  assert sorted(x.episode_id for x in done) == list(range(n)) and not run.failed
+  for x in done:
+    assert_logps_true(x, params)
+  assert {0, 1, 2, 3, 4} == {version for x in done for version in x.versions[x.action_mask].tolist()}
+  assert counters["weight_bytes_sent"] < counters["weight_bytes"]
 
 
 def test_an_engine_that_hangs_is_replaced_and_an_episode_that_kills_its_engines_fails_alone(tmp_path: pathlib.Path):

@@ -129,7 +129,7 @@ def test_weights_change_within_a_trajectory(url, root, protocol, caplog):
         store.publish(PARAMS[version], version)
     thread.stop()
     assert engine.counters["failed_episodes"] == engine.counters["failed_attempts"] == 0
-    assert not caplog.records  # an ordinary update is no fault
+    assert not [x for x in caplog.records if x.name == client.__name__]  # an ordinary update is no fault
     assert len(list(root.iterdir())) <= 3
   assert sum(x.mixed_versions for x in done) >= 5
   # Within one action too, not only between turns.

@@ -21,7 +21,7 @@ def score(params, tokens):
   return np.array(rows, np.float32)
 
 
-CHECK = WeightCheck(score=score, max_error=1e-3, max_len=config().max_len)
+CHECK = WeightCheck(score=score, max_error=1e-3, max_len=config().max_len, max_action_tokens=20)
 
 
 @BOTH

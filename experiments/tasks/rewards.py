@@ -1,0 +1,123 @@
+"""Reward functions and tools of one's own, named as `module:function` in a task's options.
+
+    def brevity(completion, row):
+      return 1.0 - min(len(completion), 1_000) / 1_000
+
+    'rewards': 'mine:brevity'                                   one function
+    'rewards': {'correct': 1.0, 'mine:brevity': 0.1}            several, with weights; `correct` is the task's own grade
+
+A reward function takes the completion (the text of the last action without its thought) and the row (the problem's
+line in the data file), and returns a number. The reward is the weighted sum. Each function's mean is a metric,
+`reward/NAME`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from experiments.tasks.factory import FactoryError, import_named
+from experiments.tasks.options import closest
+from sao_jax.envs.chat import Score
+from sao_jax.envs.function_tools import FunctionTool
+
+RewardFunction: TypeAlias = Callable[[str, Mapping[str, Any]], float]
+Rewards: TypeAlias = str | Sequence[str] | Mapping[str, float]
+
+CORRECT = "correct"
+"""Name of the task's own grade among the rewards."""
+
+
+def weights(rewards: Rewards | None) -> dict[str, float]:
+  """Returns the weight of each function; a name alone weighs 1, and None is the task's own grade.
+
+  >>> weights(None), weights("mine:brevity"), weights({"correct": 1, "mine:brevity": 0.1})
+  ({'correct': 1.0}, {'mine:brevity': 1.0}, {'correct': 1.0, 'mine:brevity': 0.1})
+
+  Raises:
+    ValueError: there is no function, or a weight is not a finite number.
+  """
+  if rewards is None:
+    rewards = CORRECT
+  names = {rewards: 1.0} if isinstance(rewards, str) else rewards
+  found = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
+  if not found:
+    raise ValueError("rewards must name at least one function; received none.")
+  for name, weight in found.items():
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+      raise ValueError(f"rewards: the weight of {name!r} must be a finite number; received {weight!r}.")
+  return {name: float(weight) for name, weight in found.items()}
+
+
+class RewardSum:
+  """The weighted sum of reward functions.
+
+  Args:
+    rewards: see `weights`.
+
+  Raises:
+    FactoryError: a function does not exist. ValueError: two functions have the same name.
+  """
+
+  def __init__(self, rewards: Rewards | None):
+    self._parts: dict[str, tuple[float, RewardFunction | None]] = {}
+    for name, weight in weights(rewards).items():
+      short = name.rpartition(":")[2]
+      if short in self._parts:
+        raise ValueError(f"rewards must have different names, since each is a metric; received {short!r} twice.")
+      self._parts[short] = weight, None if name == CORRECT else named_function(name, "rewards")
+    self._only_grade = rewards is None
+
+  @property
+  def needs_grade(self) -> bool:
+    """Whether the task's own grade is among the functions."""
+    return any(function is None for _, function in self._parts.values())
+
+  def __call__(self, completion: str, row: Mapping[str, Any], grade: Callable[[], float]) -> Score:
+    """Scores a completion.
+
+    Args:
+      completion: text of the last action.
+      row: the problem.
+      grade: computes the task's own grade.
+    """
+    values = {
+      name: float(grade() if function is None else function(completion, row))
+      for name, (_, function) in self._parts.items()
+    }
+    total = sum(weight * values[name] for name, (weight, _) in self._parts.items())
+    return Score(reward=total, parts={} if self._only_grade else values)
+
+
+def function_tools(names: str | Sequence[str]) -> tuple[FunctionTool, ...]:
+  """Makes tools of functions named as `module:function`; see `FunctionTool`.
+
+  Raises:
+    FactoryError: a function does not exist. ValueError: one cannot be a tool, or two have the same name.
+  """
+  names = [names] if isinstance(names, str) else list(names)
+  tools = tuple(FunctionTool(named_function(name, "tools")) for name in names)
+  if len({tool.name for tool in tools}) < len(tools):
+    raise ValueError(f"tools must have different names; received {', '.join(names)}.")
+  return tools
+
+
+def named_function(name: str, option: str) -> Callable[..., Any]:
+  """Returns the function named as `module:function`.
+
+  Raises:
+    FactoryError: it does not exist; the message names the option.
+  """
+  module, _, attribute = name.partition(":")
+  if not module or not attribute:
+    raise FactoryError(f"{option} must be of the form module:function; received {name!r}.")
+  try:
+    found = import_named(module)
+  except FactoryError as error:
+    raise FactoryError(f"{option}: cannot import {name!r}: {error}. Your file must be on PYTHONPATH.") from error
+  function = getattr(found, attribute, None)
+  if not callable(function):
+    defined = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+    raise FactoryError(f"{option} {name!r}: {module} has no function {attribute!r}{closest(attribute, defined)}")
+  return function  # type: ignore[no-any-return]

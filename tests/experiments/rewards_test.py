@@ -1,0 +1,82 @@
+"""Reward functions and tools named in the options of chat tasks."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+from experiments.tasks import chat, rewards
+from experiments.tasks.factory import FactoryError
+from tests.experiments.chat_checkpoint import write_tokenizer
+
+HERE = "tests.experiments.rewards_test"
+
+
+def brevity(completion: str, row: Any) -> float:
+  return 1.0 - len(completion) / row.get("limit", 10)
+
+
+def double(x: int) -> int:
+  """Doubles a number.
+
+  Args:
+    x: the number.
+  """
+  return 2 * x
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+  directory = tmp_path_factory.mktemp("checkpoint")
+  write_tokenizer(directory)
+  return str(directory)
+
+
+def test_rows_of_any_kind_with_a_function_and_a_tool(checkpoint: str, tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "rows.jsonl"
+  path.write_text(json.dumps({"problem": "Say little.", "limit": 4}) + "\n")
+  domain = chat.math(
+    checkpoint=checkpoint, train=str(path), held_out=str(path), tool=False, instruction="", max_turns=3,
+    rewards=f"{HERE}:brevity", tools=f"{HERE}:double", success_threshold=0.5,
+  )  # fmt: skip
+  env = domain.make_env("train")
+  assert '"name": "double"' in env.reset(0)
+  call = {"name": "double", "arguments": {"x": 21}}
+  assert env.step(f"<tool_call>{json.dumps(call)}</tool_call><end>").observation.startswith("<tool>42")
+  step = env.step("ab<end>")
+  assert (step.reward, step.done, step.info["success"]) == (0.5, True, True)
+  assert step.info["reward/brevity"] == 0.5 and step.info["tool_calls"] == 1
+  domain.close()
+
+
+def test_the_tasks_own_grade_and_others_are_weighted(checkpoint: str) -> None:
+  domain = chat.reasoning_gym(
+    checkpoint=checkpoint, task="chain_sum", answer="number", size=5, num_eval_tasks=2,
+    rewards={"correct": 1, f"{HERE}:brevity": 0.5},
+  )  # fmt: skip
+  env = domain.make_env("train")
+  env.reset(0)
+  step = env.step("none<end>")
+  assert step.info["reward/brevity"] == pytest.approx(0.6)
+  assert step.reward == pytest.approx(step.info["reward/correct"] + 0.3)
+  domain.close()
+
+
+def test_bad_options() -> None:
+  for given, message in (
+    ({f"{HERE}:brevity": "1"}, "must be a finite number; received '1'"),
+    ([], "at least one function"),
+    ([f"{HERE}:brevity", "other:dullness"], "cannot import 'other:dullness'"),
+    ("brevity", "of the form module:function"),
+    (f"{HERE}:brevty", "no function 'brevty'; did you mean brevity?"),
+  ):
+    with pytest.raises(ValueError, match=re.escape(message)):
+      rewards.RewardSum(given)  # type: ignore[arg-type]
+  with pytest.raises(FactoryError, match="has no function 'x'"):
+    rewards.function_tools(f"{HERE}:x")
+  with pytest.raises(ValueError, match="different names"):
+    rewards.function_tools([f"{HERE}:double", f"{HERE}:double"])

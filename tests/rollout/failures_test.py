@@ -1,0 +1,37 @@
+"""The share of failed episodes that ends a run, and its message."""
+
+from __future__ import annotations
+
+import pytest
+
+from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao_jax.rollout.failures import FailureLog, TooManyFailuresError
+
+
+def fail(log: FailureLog, number: int, kind: str = "step_error") -> None:
+  failure = EpisodeFailure(kind, f"the tool is broken, {number}")
+  log.record_failure(EpisodeRequest(task_index=0, episode_id=number, group_id=number), failure)
+  log.check(failure)
+
+
+def test_sixteen_failures_in_place_of_any_success_are_enough() -> None:
+  log = FailureLog(0.5)
+  fail(log, 0, "timeout")
+  for number in range(1, 15):
+    fail(log, number)
+  told = r"16 of the last 16 .*: step_error \(15\), timeout \(1\). The first step_error was episode 1: .* broken, 1$"
+  with pytest.raises(TooManyFailuresError, match=told):
+    fail(log, 15)
+
+
+def test_one_success_asks_for_64_episodes() -> None:
+  log = FailureLog(0.5)
+  log.record_successes(1)
+  for number in range(62):
+    fail(log, number)
+  with pytest.raises(TooManyFailuresError, match="63 of the last 64"):
+    fail(log, 62)
+  never = FailureLog(1.0)
+  for number in range(100):
+    fail(never, number)
+  assert never.by_kind == {"step_error": 100}
