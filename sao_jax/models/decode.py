@@ -3,9 +3,10 @@
 At a few dozen rows per step, most of the cost of an operation is its overhead. Therefore:
 
 * Small kernels that share an input are joined, once per version of the weights (`prepare`).
-* A loop of C steps works on a window of the cache. There every slot's contents are moved right, so that they end where
-  the loop's own tokens begin: at the last C columns. Step i then writes column `W - C + i` of all rows with one slice
-  instead of a scatter. At the end, only the tokens that were fed go back into the cache (`merge_window`).
+* A loop of C steps works on a window: the context, and C more columns for the loop's own tokens. Step i then writes
+  column `W - C + i` of all rows with one slice instead of a scatter. The order of columns has no influence on
+  attention, so a row whose context is shorter leaves a gap, which is masked. At the end, only the tokens that were fed
+  go back into the cache (`merge_window`).
 * Rows may come in groups whose windows differ in length, so that a long context is not paid for by all rows.
 * The angles of all C steps are computed before the loop. Queries and keys are normalised and rotated together.
 
@@ -15,7 +16,6 @@ key/value heads; Dh head_dim; D hidden_size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -25,9 +25,9 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.embedding import look_up
-from sao_jax.models.layers import LayerCache, apply_rope, rms_norm, rope_tables, write_span
+from sao_jax.models.layers import LayerCache, all_in_order, apply_rope, rms_norm, rope_tables, write_span
 from sao_jax.models.moe import MoE
-from sao_jax.types import Cache, Params
+from sao_jax.types import AnyArray, Cache, Params
 
 _MASKED = -1e30  # finite: a row without allowed keys gives a uniform softmax, not NaN
 
@@ -36,8 +36,8 @@ class Window(TypedDict):
   """State of a loop of C decode steps."""
 
   groups: tuple[dict[str, LayerCache], ...]
-  """By group and layer: keys `[R, K, Dh, W]` and values `[R, K, W, Dh]`. Column `W - C + i` is position
-  `positions + i`."""
+  """By group and layer: keys `[R, K, Dh, W]` and values `[R, K, W, Dh]`. Columns before `W - C` are the positions of
+  those numbers. Column `W - C + i` is position `positions + i`."""
   slots: Int32[Array, "S"]
   """Slot of each row."""
   positions: Int32[Array, "S"]
@@ -79,7 +79,7 @@ def lm_head(prepared: Params) -> Float[Array, "D V"]:
 def open_window(
   config: ModelConfig,
   cache: Cache,
-  slots: Int32[Array, "S"],
+  slots: Int32[AnyArray, "S"],
   positions: Int32[Array, "S"],
   *,
   steps: int,
@@ -87,26 +87,26 @@ def open_window(
 ) -> Window:
   """Opens a window for `steps` steps whose first tokens stand at `positions`; see `types.CachedPolicy.window`."""
 
-  def move(slot: jax.Array, position: jax.Array, layer: LayerCache, live_len: int) -> LayerCache:
-    first = position + steps  # first column that remains, counted in the padded copy
-    around = (live_len, max(live_len - layer["value"].shape[-2], 0))
-    key = jnp.pad(layer["key"][slot, ..., :live_len], ((0, 0), (0, 0), around))
-    value = jnp.pad(layer["value"][slot, :, :live_len], ((0, 0), around, (0, 0)))
-    return LayerCache(
-      key=jax.lax.dynamic_slice_in_dim(key, first, live_len, axis=2),
-      value=jax.lax.dynamic_slice_in_dim(value, first, live_len, axis=1),
-    )
+  rows = len(slots) // len(live_lens)
 
-  def group(live_len: int, slots: jax.Array, positions: jax.Array) -> dict[str, LayerCache]:
+  def take(x: jax.Array, group: int, live_len: int, time_axis: int) -> jax.Array:
+    """The context of a group's slots, and zeros for the loop's own tokens."""
+    context = jax.lax.slice_in_dim(x, 0, min(live_len - steps, x.shape[time_axis]), axis=time_axis)
+    part = slice(group * rows, (group + 1) * rows)
+    context = context[part] if all_in_order(slots, x.shape[0]) else context[slots[part]]
+    padding = [(0, 0)] * x.ndim
+    padding[time_axis] = (0, live_len - context.shape[time_axis])
+    return jnp.pad(context, padding)
+
+  def group(g: int, live_len: int) -> dict[str, LayerCache]:
     return {
-      name: jax.vmap(functools.partial(move, layer=layer, live_len=live_len))(slots, positions)
+      name: LayerCache(key=take(layer["key"], g, live_len, 3), value=take(layer["value"], g, live_len, 2))
       for name, layer in cache.items()
     }
 
-  num_groups = len(live_lens)
   return Window(
-    groups=tuple(map(group, live_lens, jnp.split(slots, num_groups), jnp.split(positions, num_groups))),
-    slots=slots,
+    groups=tuple(group(g, live_len) for g, live_len in enumerate(live_lens)),
+    slots=jnp.asarray(slots),
     positions=positions,
     rope=rope_tables(config, positions + jnp.arange(steps)[:, None]),
   )
@@ -136,7 +136,8 @@ def step(
   lengths = [group["layers_0"]["value"].shape[2] for group in groups]
   columns = [length - steps + i for length in lengths]
   allowed = [
-    (jnp.arange(length) >= length - steps - first[:, None]) & (jnp.arange(length) <= column)
+    (jnp.arange(length) < jnp.minimum(first[:, None], length - steps))
+    | ((jnp.arange(length) >= length - steps) & (jnp.arange(length) <= column))
     for length, column, first in zip(lengths, columns, jnp.split(window["positions"], len(groups)), strict=True)
   ]
   x = look_up(prepared["embed"]["embedding"], tokens, config.compute_dtype)

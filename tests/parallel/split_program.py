@@ -104,7 +104,7 @@ def main(*placements: str) -> None:
   base = dataclasses.replace(loop_program.make_config("data=1", "sync", 1), policy=MODEL)
   base = dataclasses.replace(
     base,
-    engine=dataclasses.replace(base.engine, num_slots=12, live_buckets=(32,)),
+    engine=dataclasses.replace(base.engine, num_slots=12),
     learner=dataclasses.replace(base.learner, rows_per_microbatch=12),
   )
   reports = {}
