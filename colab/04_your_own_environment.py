@@ -152,9 +152,6 @@ config = dataclasses.replace(
     max_action_tokens=6,
     max_turns=4,
     chunk_steps=4,
-    prefill_rows=(16,),
-    prefill_tokens=(16,),
-    live_buckets=(64,),
     env_workers=0,
   ),
 )

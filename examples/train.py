@@ -42,7 +42,7 @@ def make_config(num_steps: int) -> RunConfig:
       critic_optimizer=OptimizerConfig(learning_rate=3e-3),
     ),
     engine=EngineConfig(
-      num_slots=128, max_len=64, max_action_tokens=4, max_turns=4, chunk_steps=4, prefill_tokens=(8,)
+      num_slots=128, max_len=64, max_action_tokens=4, max_turns=4, chunk_steps=4
     ),
   )
 

@@ -229,7 +229,6 @@ def load(checkpoint: str, dtype: str | None) -> tuple[models.ModelConfig, Params
 def benchmark_config(options: Any, model: models.ModelConfig) -> RunConfig:
   """Makes the config of the evaluation: a run without steps."""
   max_len = options.max_len
-  prefill = sorted({min(size, max_len) for size in (64, 512)})
   return RunConfig(
     num_steps=0,
     schedule="sync",
@@ -242,7 +241,7 @@ def benchmark_config(options: Any, model: models.ModelConfig) -> RunConfig:
       max_turns=options.max_turns,
       temperature=options.temperature,
       top_p=options.top_p,
-      prefill_tokens=tuple(prefill),
+      token_budget=512,
     ),
     env=EnvConfig(
       factory="experiments.support.benchmark_sets:make_domain",

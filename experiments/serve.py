@@ -107,7 +107,7 @@ def _run(arguments: argparse.Namespace) -> None:
     chunk_steps=arguments.chunk_steps,
     temperature=arguments.temperature,
     top_p=arguments.top_p,
-    prefill_tokens=(32, 128, 512),
+    token_budget=512,
   )
   settings = ServerConfig(
     host=arguments.host,

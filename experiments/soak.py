@@ -76,7 +76,7 @@ def make_config(scenario: Scenario, times: Times) -> RunConfig:
       base.learner, row_length=scenario.max_len, rows_per_microbatch=rows, min_microbatches=rows
     ),
     engine=dataclasses.replace(
-      base.engine, max_len=scenario.max_len, max_turns=max(4, scenario.long_turns), live_buckets=(scenario.max_len,),
+      base.engine, max_len=scenario.max_len, max_turns=max(4, scenario.long_turns),
       num_slots=32, env_workers=32, env_timeout_s=times.env_timeout_s,
     ),
     checkpoint=CheckpointConfig(every_steps=50, keep=2),

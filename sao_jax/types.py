@@ -101,6 +101,8 @@ class SlotPlacement(NamedTuple):
   dispatching: Callable[[], contextlib.AbstractContextManager[Any]]
   """Context around every dispatch of a program. If several threads start programs over several devices, it must make
   sure that all devices start them in the same order."""
+  row_multiple: int = 1
+  """The leading axis of a cache must be a multiple of it."""
   logits: Callable[[jax.Array], jax.Array] = lambda logits: logits
   """Constrains `[S, V]` logits, so that each device samples whole rows."""
 
@@ -122,8 +124,9 @@ class CachedPolicy(NamedTuple):
   window: Callable[..., Window]
   """`(cache, slots [S], positions [S], *, steps, live_lens) -> window`: opens a loop of `steps` decode steps.
 
-  Row r of the loop is slot `slots[r]`; `slots` is a permutation of all slots. In step i the row is fed at
-  `positions[r] + i`; it attends to the cache before `positions[r]`, and to the loop's own tokens. `live_lens` are
+  Row r of the loop is slot `slots[r]`; `slots` is a permutation of all slots. A NumPy array of 0 .. S - 1 saves a copy
+  if the model recognizes it. In step i the row is fed at `positions[r] + i`; it attends to the cache before
+  `positions[r]`, and to the loop's own tokens. `live_lens` are
   static. The rows form `len(live_lens)` groups of equal size, in this order. `live_lens[g]` is an upper bound of
   `positions + steps` for every row of group g whose hidden states are needed. It may exceed the cache's `max_len`,
   since the last steps of a loop may not be needed.

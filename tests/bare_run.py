@@ -32,8 +32,8 @@ def bare(**changes: Any) -> RunConfig:
       policy_optimizer=OptimizerConfig(learning_rate=1e-3),
     ),
     "engine": EngineConfig(
-      num_slots=8, max_len=32, max_action_tokens=20, max_turns=4, chunk_steps=4, prefill_rows=(8,), prefill_tokens=(4,),
-      env_workers=0, live_buckets=(32,), env_timeout_s=None,
+      num_slots=8, max_len=32, max_action_tokens=20, max_turns=4, chunk_steps=4, token_budget=32,
+      env_workers=0, env_timeout_s=None,
     ),
     "checkpoint": CheckpointConfig(every_steps=2),
   }  # fmt: skip

@@ -165,8 +165,7 @@ def make_config(schedule: str, *, batch_size: int, slots: int) -> RunConfig:
       policy_optimizer=still, critic_optimizer=still,
     ),
     engine=EngineConfig(
-      num_slots=slots, max_len=256, max_action_tokens=96, max_turns=MAX_TURNS, chunk_steps=8, prefill_rows=(8,),
-      prefill_tokens=(16,), live_buckets=(128, 256), env_workers=slots,
+      num_slots=slots, max_len=256, max_action_tokens=96, max_turns=MAX_TURNS, chunk_steps=8, env_workers=slots,
     ),
   )  # fmt: skip
 

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sao_jax.models import ModelConfig, cached_policy
-from sao_jax.rollout import Sampler, SamplerSpec
-from sao_jax.rollout.engine.config import bucket
-from sao_jax.rollout.engine.sampler import PrefillRow, RowState
+from sao_jax.rollout import ModelRunner, Row, StepSpec
+from sao_jax.rollout.engine.model_runner import PreparedWeights
 from sao_jax.types import Params
 from sao_jax.utils.extras import require_extra
 
@@ -157,39 +156,58 @@ def num_streams() -> int:
 
 
 def raw_decoder(
-  params: Params, *, slots: int, new_tokens: int, chunk_steps: int, live_buckets: tuple[int, ...], streams: int
+  params: Params, *, slots: int, new_tokens: int, chunk_steps: int, bucket_tokens: int, streams: int
 ) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
   """Returns `f(seed)`, which prefills random prompts and decodes `new_tokens` tokens for each.
 
-  `f` returns tokens `[new_tokens, slots]` int32 and their log-probs, float32 of the same shape.
+  `f` returns tokens `[new_tokens, slots]` int32 and their log-probs, float32 of the same shape. Programs are compiled
+  for contexts of each multiple of `bucket_tokens`.
   """
-  spec = SamplerSpec(model=POLICY, chunk_steps=chunk_steps, temperature=1.0, stop_ids=())
-  sampler = Sampler(spec, num_slots=slots, max_len=live_buckets[-1], num_streams=streams)
+  spec = StepSpec(model=POLICY, chunk_steps=chunk_steps, temperature=1.0, stop_ids=())
+  rows, page_size = slots // streams, 16
+  max_pages = -(-(PROMPT_TOKENS + new_tokens) // page_size)
+  step_pages = -(-bucket_tokens // page_size)
+  prepared = PreparedWeights(spec)
+  runners = [
+    ModelRunner(
+      spec,
+      num_slots=rows,
+      num_pages=rows * max_pages,
+      page_size=page_size,
+      max_pages=max_pages,
+      token_budget=rows * PROMPT_TOKENS,
+      prepared=prepared,
+      threaded=streams > 1,
+      buckets=(*range(step_pages, max_pages, step_pages), max_pages),
+    )
+    for _ in range(streams)
+  ]
   prompts = np.random.default_rng(0).integers(1, MODEL.vocab_size, (slots, PROMPT_TOKENS)).astype(np.int32)
+  pages = np.arange(1, rows * max_pages + 1, dtype=np.int32).reshape(rows, max_pages)
   base = jax.random.key(0, impl="threefry2x32")
 
   def generate(seed: int) -> tuple[np.ndarray, np.ndarray]:
     key = jax.random.fold_in(base, seed)
-    rows = [PrefillRow(s, 0, prompts[s, :-1], RowState(int(prompts[s, -1]), new_tokens, True, s)) for s in range(slots)]
-    for stream in range(streams):
-      sampler.prefill(
-        params,
-        rows[stream::streams],
-        num_rows=slots // streams,
-        width=PROMPT_TOKENS,
-        live_len=bucket(live_buckets, PROMPT_TOKENS),
-      )
+    # A stream has every `streams`-th slot.
+    next_tokens, starts = list(prompts), 0
     chunks = []
     for done in range(0, new_tokens, chunk_steps):
-      need = PROMPT_TOKENS - 1 + min(done + chunk_steps, new_tokens)
-      lens = (bucket(live_buckets, need),)
-      running = [sampler.decode(params, key, stream=stream, live_lens=lens) for stream in range(streams)]
-      chunks.append([sampler.fetch(stream) for stream in running])
-    # A stream has every `streams`-th slot.
-    tokens, logp = (
-      np.concatenate([np.stack([getattr(x, name) for x in chunk], -1).reshape(chunk_steps, slots) for chunk in chunks])
-      for name in ("tokens", "logp")
-    )
-    return tokens[:new_tokens], logp[:new_tokens]
+      running = []
+      for stream, runner in enumerate(runners):
+        inputs = next_tokens[stream::streams]
+        running.append(
+          runner.step(
+            params,
+            [Row(stream + i * streams, starts, x, new_tokens - done, pages[i]) for i, x in enumerate(inputs)],
+            key,
+          )
+        )
+      outputs = [runner.fetch(step) for runner, step in zip(runners, running, strict=True)]
+      chunk = [np.stack([getattr(x, name) for x in outputs], -1).reshape(-1, slots) for name in ("tokens", "logp")]
+      starts += len(next_tokens[0]) - 1 + min(chunk_steps, new_tokens - done)
+      next_tokens = list(chunk[0][min(chunk_steps, new_tokens - done) - 1][:, None])
+      chunks.append(chunk)
+    tokens, logp = (np.concatenate(x)[:new_tokens] for x in zip(*chunks, strict=True))
+    return tokens, logp
 
   return generate

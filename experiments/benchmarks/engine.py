@@ -105,10 +105,6 @@ def run(
     max_action_tokens=256,
     max_turns=4,
     chunk_steps=chunk_steps,
-    prefill_rows=(4, 8),
-    prefill_tokens=(16, 64),
-    # Few lengths, since each one needs a decode program and two prefill programs.
-    live_buckets=tuple(range(max_len // 4, max_len + 1, max_len // 4)),
     env_workers=env_workers,
     num_streams=streams,
   )
@@ -117,7 +113,7 @@ def run(
     slots=slots,
     new_tokens=_SAMPLER_TOKENS,
     chunk_steps=chunk_steps,
-    live_buckets=config.live_buckets,
+    bucket_tokens=128,
     streams=config.num_streams,
   )
   raw(0)  # compiles

@@ -90,14 +90,13 @@ def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
 
 def run(*, slots: int, new_tokens: int, chunk_steps: int, streams: int, repeats: int) -> dict[str, float | None]:
   """Measures all samplers, prints rows and returns the object for the last line."""
-  length = decoding.PROMPT_TOKENS + new_tokens
   params = init_policy(decoding.MODEL, jax.random.key(0))
   ours = decoding.raw_decoder(
     params,
     slots=slots,
     new_tokens=new_tokens,
     chunk_steps=chunk_steps,
-    live_buckets=tuple(range(32, length, 32)) + (length,),
+    bucket_tokens=32,
     streams=streams,
   )
   samplers: dict[str, Callable[[int], int]] = {"sao_jax": lambda seed: ours(seed)[0].size}

@@ -24,9 +24,8 @@ def make_config() -> RunConfig:
   """Returns the preset as a dataclass, for use from Python."""
   base = ablation_cpu.make_config()
   engine = dataclasses.replace(
-    base.engine, max_len=MAX_LEN, max_action_tokens=28, max_turns=1, chunk_steps=8, prefill_tokens=(16,),
-    live_buckets=(MAX_LEN,),
-  )  # fmt: skip
+    base.engine, max_len=MAX_LEN, max_action_tokens=28, max_turns=1, chunk_steps=8
+  )
   # Low enough that a style is still sampled now and then after it has lost the preference, and can come back.
   policy_optimizer = dataclasses.replace(base.learner.policy_optimizer, learning_rate=2e-4)
   return dataclasses.replace(

@@ -77,9 +77,7 @@ def make_config(checkpoint: pathlib.Path) -> RunConfig:
       max_action_tokens=16,
       max_turns=1,
       chunk_steps=8,
-      prefill_rows=(8,),
-      prefill_tokens=(48,),
-      live_buckets=(MAX_LEN,),
+      token_budget=384,
       env_workers=4,
     ),
     env=EnvConfig(

@@ -77,8 +77,6 @@ def make_config() -> RunConfig:
       max_action_tokens=24,
       max_turns=6,
       chunk_steps=8,
-      prefill_rows=(16,),
-      prefill_tokens=(16, 32),
       env_workers=64,  # one per slot, so that a slow tool delays no other episode
     ),
     env=EnvConfig(

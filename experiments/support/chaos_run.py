@@ -66,8 +66,8 @@ def make_config(schedule: Schedule, *, num_steps: int) -> RunConfig:
       critic_optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
     ),
     engine=EngineConfig(
-      num_slots=8, max_len=32, max_action_tokens=6, max_turns=4, chunk_steps=4, prefill_rows=(8,), prefill_tokens=(4,),
-      live_buckets=(32,), env_workers=4 if in_background else 0, env_timeout_s=30.0 if in_background else None,
+      num_slots=8, max_len=32, max_action_tokens=6, max_turns=4, chunk_steps=4, token_budget=32,
+      env_workers=4 if in_background else 0, env_timeout_s=30.0 if in_background else None,
     ),
     env=EnvConfig(factory="experiments.tasks.digits:make_domain", options={"sleep_s": 0.005 * in_background}),
     checkpoint=CheckpointConfig(every_steps=2, keep=2, keep_best=1),

@@ -3,9 +3,10 @@
 At a few dozen rows per step, most of the cost of an operation is its overhead. Therefore:
 
 * Small kernels that share an input are joined, once per version of the weights (`prepare`).
-* A loop of C steps works on a window of the cache. There every slot's contents are moved right, so that they end where
-  the loop's own tokens begin: at the last C columns. Step i then writes column `W - C + i` of all rows with one slice
-  instead of a scatter. At the end, only the tokens that were fed go back into the cache (`merge_window`).
+* A loop of C steps works on a window: the context, and C more columns for the loop's own tokens. Step i then writes
+  column `W - C + i` of all rows with one slice instead of a scatter. The order of columns has no influence on
+  attention, so a row whose context is shorter leaves a gap, which is masked. At the end, only the tokens that were fed
+  go back into the cache (`merge_window`).
 * Rows may come in groups whose windows differ in length, so that a long context is not paid for by all rows.
 * The angles of all C steps are computed before the loop. Queries and keys are normalised and rotated together.
 
@@ -15,7 +16,6 @@ key/value heads; Dh head_dim; D hidden_size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -26,9 +26,9 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from sao_jax.models import latent_attention
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.embedding import look_up
-from sao_jax.models.layers import LayerCache, apply_rope, rms_norm, rope_tables, write_span
+from sao_jax.models.layers import LayerCache, all_in_order, apply_rope, rms_norm, rope_tables, write_span
 from sao_jax.models.moe import MoE
-from sao_jax.types import Cache, Params
+from sao_jax.types import AnyArray, Cache, Params
 
 _TIME: Mapping[str, int] = {"key": 2, "value": 1, "latent": 0, "index_key": 0}
 """Axis of time of each cached array, in one slot."""
@@ -40,7 +40,7 @@ class Window(TypedDict):
 
   groups: tuple[dict[str, Any], ...]
   """By group and layer: keys `[R, K, Dh, W]` and values `[R, K, W, Dh]`, or a `latent_attention.LatentCache` of W
-  columns. Column `W - C + i` is position `positions + i`."""
+  columns. Columns before `W - C` are the positions of those numbers. Column `W - C + i` is position `positions + i`."""
   slots: Int32[Array, "S"]
   """Slot of each row."""
   positions: Int32[Array, "S"]
@@ -85,7 +85,7 @@ def lm_head(prepared: Params) -> Float[Array, "D V"]:
 def open_window(
   config: ModelConfig,
   cache: Cache,
-  slots: Int32[Array, "S"],
+  slots: Int32[AnyArray, "S"],
   positions: Int32[Array, "S"],
   *,
   steps: int,
@@ -93,26 +93,27 @@ def open_window(
 ) -> Window:
   """Opens a window for `steps` steps whose first tokens stand at `positions`; see `types.CachedPolicy.window`."""
 
-  def move(slot: jax.Array, position: jax.Array, layer: Any, live_len: int) -> Any:
-    def shift(name: str, array: jax.Array) -> jax.Array:
-      time, first = _TIME[name], position + steps  # first column that remains, counted in the padded copy
-      live = jax.lax.slice_in_dim(array[slot], 0, min(live_len, array.shape[1 + time]), axis=time)
-      padding = [(0, 0)] * live.ndim
-      padding[time] = (live_len, live_len - live.shape[time])
-      return jax.lax.dynamic_slice_in_dim(jnp.pad(live, padding), first, live_len, axis=time)
+  rows = len(slots) // len(live_lens)
 
-    return {name: shift(name, array) for name, array in layer.items()}
+  def take(name: str, array: jax.Array, group: int, live_len: int) -> jax.Array:
+    """The context of a group's slots, and zeros for the loop's own tokens."""
+    time = 1 + _TIME[name]
+    context = jax.lax.slice_in_dim(array, 0, min(live_len - steps, array.shape[time]), axis=time)
+    part = slice(group * rows, (group + 1) * rows)
+    context = context[part] if all_in_order(slots, array.shape[0]) else context[slots[part]]
+    padding = [(0, 0)] * array.ndim
+    padding[time] = (0, live_len - context.shape[time])
+    return jnp.pad(context, padding)
 
-  def group(live_len: int, slots: jax.Array, positions: jax.Array) -> dict[str, Any]:
+  def group(g: int, live_len: int) -> dict[str, Any]:
     return {
-      name: jax.vmap(functools.partial(move, layer=layer, live_len=live_len))(slots, positions)
-      for name, layer in cache.items()
+      layer: {name: take(name, array, g, live_len) for name, array in arrays.items()}
+      for layer, arrays in cache.items()
     }
 
-  num_groups = len(live_lens)
   return Window(
-    groups=tuple(map(group, live_lens, jnp.split(slots, num_groups), jnp.split(positions, num_groups))),
-    slots=slots,
+    groups=tuple(group(g, live_len) for g, live_len in enumerate(live_lens)),
+    slots=jnp.asarray(slots),
     positions=positions,
     rope=rope_tables(config, positions + jnp.arange(steps)[:, None]),
   )
@@ -144,7 +145,8 @@ def step(
   lengths = [group["layers_0"][name].shape[1 + _TIME[name]] for group in groups]
   columns = [length - steps + i for length in lengths]
   allowed = [
-    (jnp.arange(length) >= length - steps - first[:, None]) & (jnp.arange(length) <= column)
+    (jnp.arange(length) < jnp.minimum(first[:, None], length - steps))
+    | ((jnp.arange(length) >= length - steps) & (jnp.arange(length) <= column))
     for length, column, first in zip(lengths, columns, jnp.split(window["positions"], len(groups)), strict=True)
   ]
   x = look_up(prepared["embed"]["embedding"], tokens, config.compute_dtype)

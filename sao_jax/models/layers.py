@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from sao_jax.models.attention import packed_attention
 from sao_jax.models.config import ModelConfig, RopeScaling
+from sao_jax.types import AnyArray
 
 _MASKED = -1e30  # finite: a row without allowed keys gives a uniform softmax, not NaN
 
@@ -145,10 +146,15 @@ def apply_rope(
   return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype) if rest.shape[-1] else rotated.astype(x.dtype)
 
 
+def all_in_order(slots: Int32[AnyArray, "R"], num_slots: int) -> bool:
+  """Whether `slots` are known, while tracing, to be 0 .. num_slots - 1: then no copy is needed to select them."""
+  return isinstance(slots, np.ndarray) and np.array_equal(slots, np.arange(num_slots))
+
+
 def extend_attention(
   q: Float[Array, "R C H Dh"],
   cache: LayerCache,
-  slots: Int32[Array, "R"],
+  slots: Int32[AnyArray, "R"],
   positions: Int32[Array, "R C"],
   *,
   live_len: int,
@@ -158,8 +164,9 @@ def extend_attention(
 
   Entries at or past `live_len` are not read.
   """
-  key = cache["key"][:, :, :, :live_len].at[slots].get(mode="clip")
-  value = cache["value"][:, :, :live_len].at[slots].get(mode="clip")
+  key, value = cache["key"][:, :, :, :live_len], cache["value"][:, :, :live_len]
+  if not all_in_order(slots, key.shape[0]):
+    key, value = (x.at[slots].get(mode="clip") for x in (key, value))
   rows, chunk, heads, dim = q.shape
   # The queries of a key head form the rows of one matrix: other orders make the CPU copy scores and values.
   grouped = (q * scale).reshape(rows, chunk, key.shape[1], -1, dim).transpose(0, 2, 3, 1, 4)
@@ -174,7 +181,7 @@ def extend_attention(
 def write_span(
   array: Shaped[Array, "S *cached"],
   new: Shaped[Array, "R *new"],
-  slots: Int32[Array, "R"],
+  slots: Int32[AnyArray, "R"],
   start: Int32[Array, "R"],
   count: Int32[Array, "R"],
   *,
@@ -217,6 +224,7 @@ def write_span(
     moved = jax.lax.dynamic_slice_in_dim(jnp.pad(new[r], padding), width - shift, width, axis=time_axis)
     return jax.lax.dynamic_update_slice(array, jnp.where(inside, moved, old[0])[None], where)
 
+  slots = jnp.asarray(slots)
   written: jax.Array = jax.lax.fori_loop(0, slots.shape[0], one, array)
   return written
 
@@ -225,7 +233,7 @@ def write_rows(
   cache: LayerCache,
   k: Float[Array, "R C K Dh"],
   v: Float[Array, "R C K Dh"],
-  slots: Int32[Array, "R"],
+  slots: Int32[AnyArray, "R"],
   start: Int32[Array, "R"],
   count: Int32[Array, "R"],
 ) -> LayerCache:
@@ -275,7 +283,7 @@ class Attention(nn.Module):
     x: Float[Array, "R C D"],
     rope: tuple[jax.Array, jax.Array],
     cache: LayerCache,
-    slots: Int32[Array, "R"],
+    slots: Int32[AnyArray, "R"],
     start: Int32[Array, "R"],
     count: Int32[Array, "R"],
     live_len: int,

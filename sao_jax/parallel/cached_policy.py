@@ -7,6 +7,7 @@ then.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,13 @@ def cached_on_mesh(
     lm_head=policy.lm_head,
     num_tokens=policy.num_tokens,
     merge=merge,
-    placement=SlotPlacement(NamedSharding(mesh, slots), replicated(mesh), dispatching, logits),
+    placement=SlotPlacement(
+      slots=NamedSharding(mesh, slots),
+      whole=replicated(mesh),
+      dispatching=dispatching,
+      row_multiple=math.prod(mesh.shape.get(axis, 1) for axis in ROWS),
+      logits=logits,
+    ),
   )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sao_jax.rollout.engine.config import EngineConfig
 from sao_jax.rollout.engine.engine import Engine, EngineThread, ParamsFor, RolloutEngine
-from sao_jax.rollout.engine.sampler import Sampler, SamplerSpec, sample_tokens
+from sao_jax.rollout.engine.model_runner import ModelRunner, Row, StepSpec
+from sao_jax.rollout.engine.sampling import sample_tokens
 from sao_jax.rollout.episodes import EnvResponse, EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.failures import TooManyFailuresError
 from sao_jax.rollout.requests import RequestStream
@@ -21,12 +22,13 @@ __all__ = [
   "EpisodeFailure",
   "EpisodeRequest",
   "LaggedSchedule",
+  "ModelRunner",
   "ParamsFor",
   "RequestStream",
   "RolloutEngine",
   "RolloutSchedule",
-  "Sampler",
-  "SamplerSpec",
+  "Row",
+  "StepSpec",
   "TooManyFailuresError",
   "TrajectoryQueue",
   "WeightHistory",

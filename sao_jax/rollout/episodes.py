@@ -221,6 +221,11 @@ class Episode:
     """Returns all tokens so far, `[length]` int32."""
     return np.concatenate(self._tokens)
 
+  @property
+  def last_token(self) -> int:
+    """The last token so far."""
+    return int(self._tokens[-1][-1])
+
   def add_sampled(self, tokens: np.ndarray, logp: np.ndarray, version: int) -> None:
     """Appends sampled tokens of the current action.
 

@@ -44,7 +44,7 @@ MOVED: Mapping[str, str] = {
   "sao_jax.rollout.protocols": "sao_jax.rollout.remote.protocols",
   "sao_jax.rollout.queue": "sao_jax.rollout.trajectory_queue",
   "sao_jax.rollout.remote_config": "sao_jax.rollout.remote.config",
-  "sao_jax.rollout.sampler": "sao_jax.rollout.engine.sampler",
+  "sao_jax.rollout.sampler": "sao_jax.rollout.engine.sampling",
   "sao_jax.rollout.server_client": "sao_jax.rollout.remote.client",
   "sao_jax.rollout.server_config": "sao_jax.rollout.server.config",
   "sao_jax.rollout.sources": "sao_jax.rollout.schedules",

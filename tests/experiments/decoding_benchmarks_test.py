@@ -71,10 +71,8 @@ def test_flops_are_those_of_the_weights():
 
 
 def test_kv_cache(small_model, capsys):
-  result = kv_cache.run(slots=2, max_lens=[16, 32], repeats=1)
-  assert [size["max_len"] for size in result["sizes"]] == [16, 32]
-  for size in result["sizes"]:
-    assert len(size["ms_to_prefill"]) == size["max_len"] // 16 and min(size["ms_to_prefill"]) > 0
-    assert size["host"]["ms_to_copy"] > 0 and size["device"]["flops_per_copy"] > 0
-    assert size["host"]["pays_from_by_rule"] is None  # a copy costs more than the prefill of so few tokens
-  assert capsys.readouterr().out.count("a copy is cheaper from") == 4
+  result = kv_cache.run(max_len=32, repeats=1)
+  assert result["lengths"] == [16, 32]
+  assert min(result["ms_to_prefill"]) > 0 and min(result["ms_to_swap"]) > 0
+  assert result["swap_from_by_rule"] is None  # a swap costs more than the prefill of so few tokens
+  assert "a swap is cheaper from" in capsys.readouterr().out

@@ -71,8 +71,8 @@ def make_config(mesh: str, schedule: Any, steps: int) -> RunConfig:
       rows_per_microbatch=8, logprob_chunk_size=64,
     ),
     engine=EngineConfig(
-      num_slots=8, max_len=32, max_action_tokens=6, max_turns=4, chunk_steps=4, prefill_rows=(8,), prefill_tokens=(4,),
-      env_workers=threads, live_buckets=(16, 32), env_timeout_s=60.0 if threads else None,
+      num_slots=8, max_len=32, max_action_tokens=6, max_turns=4, chunk_steps=4, token_budget=32,
+      env_workers=threads, env_timeout_s=60.0 if threads else None,
     ),
     checkpoint=CheckpointConfig(every_steps=100),
   )  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sao_jax.rollout.engine import sampler
+from sao_jax.rollout.engine import model_runner
 
 
 @pytest.fixture(autouse=True)
 def cheap_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Makes copies of cache rows cheap. Otherwise the tiny policies of these tests would always recompute them."""
-  monkeypatch.setattr(sampler, "_CPU_COPY", {"host": (0.0, 20.0), "device": (0.0, 20.0)})
+  """Makes copies of pages cheap. Otherwise the tiny policies of these tests would always recompute them."""
+  monkeypatch.setattr(model_runner, "_COPY_COST", {"cpu": (0.0, 10.0)})

@@ -38,9 +38,8 @@ def run(make_env, params, **changes) -> list[Trajectory]:
     "max_action_tokens": 20,
     "max_turns": 4,
     "chunk_steps": 4,
-    "prefill_rows": (4,),
-    "prefill_tokens": (4,),
-    "live_buckets": (48,),
+    "token_budget": 16,
+    "page_size": 8,
     "env_workers": 0,
   }
   config = EngineConfig(**{**settings, **changes})

@@ -28,8 +28,7 @@ from tests.waiting import LONG_S
 
 MAX_LEN = 256
 ENGINE = EngineConfig(
-  num_slots=4, max_len=MAX_LEN, max_action_tokens=MAX_LEN, chunk_steps=4, prefill_rows=(4,), prefill_tokens=(16,),
-  live_buckets=(MAX_LEN,),
+  num_slots=4, max_len=MAX_LEN, max_action_tokens=MAX_LEN, chunk_steps=4, token_budget=64
 )  # fmt: skip
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from sao_jax.rollout.engine.config import EngineConfig
 from sao_jax.rollout.engine.engine import AsyncEngine, Engine, EngineThread, ParamsFor, RolloutEngine
-from sao_jax.rollout.engine.sampler import Sampler, SamplerSpec, sample_tokens
+from sao_jax.rollout.engine.model_runner import ModelRunner, Row, StepSpec
+from sao_jax.rollout.engine.sampling import sample_tokens
 
 __all__ = [
   "AsyncEngine",
   "Engine",
   "EngineConfig",
   "EngineThread",
+  "ModelRunner",
   "ParamsFor",
   "RolloutEngine",
-  "Sampler",
-  "SamplerSpec",
+  "Row",
+  "StepSpec",
   "sample_tokens",
 ]

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+
+_REMOVED: Mapping[str, str] = {
+  "prefill_rows": "set token_budget, the number of prompt tokens per step.",
+  "prefill_tokens": "set token_budget, the number of prompt tokens per step.",
+  "live_buckets": "context lengths are chosen by the engine. Delete the setting.",
+  "prefix_rows": "prompts share pages of the cache, whose size is cache_tokens. Delete the setting.",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
   """Validated settings of `Engine`; `ValueError` if a field is out of range.
 
-  Each (rows, tokens, live length) triple of the buckets below is one compiled prefill program, and each live length is
-  one compiled decode program. So keep the tuples short.
-
-  >>> config = EngineConfig(max_len=1000, prefill_tokens=(32, 128))
-  >>> config.live_lengths()
-  (128, 256, 512, 1000)
-  >>> bucket(config.live_lengths(), 300)  # attention over a context of 300 tokens reads 512 cache entries
-  512
+  >>> EngineConfig(num_slots=4, max_len=1000, page_size=16).num_pages  # room for four sequences of full length
+  252
   """
 
   num_slots: int = 32
-  """Number of sequences decoded at once: rows of the KV cache."""
+  """Maximum number of sequences in a step: rows of the decoded batch."""
   num_episodes: int | None = None
-  """Number of live episodes, >= `num_slots`; None: `num_slots`. With more episodes than slots, a sequence that waits
-  for its environment gives its slot to one that is ready. Its keys and values are swapped out to the host, or
-  recomputed later, whichever is cheaper."""
+  """Number of live episodes, >= `num_slots`; None: `num_slots`. With more episodes than slots, others decode while a
+  sequence waits for its environment."""
+  page_size: int = 16
+  """Tokens per page of the KV cache. Prompts share whole pages only. On TPUs use 64 or more."""
+  cache_tokens: int | None = None
+  """Size of the KV cache in tokens, >= `num_streams * max_len`; None: `num_slots * max_len`. If it is full, the pages
+  of waiting sequences are swapped out to the host, or recomputed later, whichever is cheaper."""
+  token_budget: int = 256
+  """Maximum number of prompt and observation tokens that a step computes, beside one token per decoding sequence. The
+  rest of a long prompt follows in later steps, so that it does not hold up other sequences."""
   num_streams: int = 1
-  """Number of decode streams: groups of slots, each decoded by its own thread. A divisor of `num_slots`. Use the number
-  of cores on an otherwise idle CPU, since most operations of a small model run on one core; use 1 on an accelerator."""
+  """Number of decode streams: groups of slots with their own pages, each run by its own thread. A divisor of
+  `num_slots`. Use the number of cores on an otherwise idle CPU, since most operations of a small model run on one core;
+  use 1 on an accelerator."""
   max_len: int = 512
   """Maximum tokens of a trajectory: prompt, actions and observations. A longer one is 'truncated'."""
   max_action_tokens: int = 128
@@ -47,14 +57,8 @@ class EngineConfig:
   """Nucleus mass, in (0, 1]. Below 1, only the most probable tokens up to this mass are sampled, and log-probs are
   recorded under this truncated distribution. For evaluation only: the learner scores the whole distribution."""
   chunk_steps: int = 16
-  """Decode steps per jitted chunk. Between chunks the engine reads responses, requests and new weights."""
-  prefill_rows: tuple[int, ...] = (8,)
-  """Row counts that a prefill call may have, ascending."""
-  prefill_tokens: tuple[int, ...] = (32, 128)
-  """Tokens per row that a prefill call may have, ascending. Longer contexts take several calls, decoding in between."""
-  live_buckets: tuple[int, ...] = ()
-  """Context lengths that attention programs are compiled for, ascending, ending with `max_len`. Empty: 128, 256, ... up
-  to `max_len`."""
+  """Tokens that a sequence decodes per call of the jitted step. Between calls the engine reads responses, requests and
+  new weights."""
   env_workers: int = 16
   """Number of threads that run environments; 0 runs them inline, in the order of the sequences (deterministic)."""
   wait_for_env: bool = False
@@ -63,9 +67,6 @@ class EngineConfig:
   """A `reset` or `step` that takes longer fails its episode; None: no limit. Inline calls cannot be interrupted."""
   recompute_cache_on_update: bool = False
   """Whether to recompute the keys and values of live contexts after a weight update; otherwise they are kept."""
-  prefix_rows: int = 8
-  """Number of shared prompt prefixes (system prompt, examples, a group's prompt) kept in the prefix cache; 0: no cache.
-  Each takes the memory of one slot. It is prefilled once per policy version and copied into the slots."""
   max_observation_chars: int = 1_000_000
   """A longer observation or prompt fails its episode before it is tokenised."""
   max_abs_reward: float = 1e6
@@ -78,16 +79,21 @@ class EngineConfig:
   on, or from 16 if all of them failed. An evaluation in which more than this share failed is an error, too. 1.0 never
   raises."""
 
+  def __new__(cls, *_: object, **settings: object) -> EngineConfig:
+    for name, instead in _REMOVED.items():
+      if name in settings:
+        raise TypeError(f"EngineConfig has no field {name!r} any more: {instead}")
+    return super().__new__(cls)
+
   def __post_init__(self) -> None:
-    for name in ("num_slots", "max_action_tokens", "max_turns", "chunk_steps", "max_observation_chars"):
+    positive = ("num_slots", "page_size", "token_budget", "max_action_tokens", "max_turns", "chunk_steps")
+    for name in (*positive, "max_observation_chars"):
       if getattr(self, name) < 1:
         raise ValueError(f"EngineConfig.{name} must be >= 1; received {getattr(self, name)}.")
     if self.num_episodes is not None and self.num_episodes < self.num_slots:
       raise ValueError(
         f"EngineConfig.num_episodes must be >= num_slots = {self.num_slots} or None; received {self.num_episodes}."
       )
-    if self.prefix_rows < 0:
-      raise ValueError(f"EngineConfig.prefix_rows must be >= 0; received {self.prefix_rows}.")
     if self.num_streams < 1 or self.num_slots % self.num_streams:
       raise ValueError(
         f"EngineConfig.num_streams must be a divisor of num_slots = {self.num_slots}; received {self.num_streams}."
@@ -110,14 +116,10 @@ class EngineConfig:
       raise ValueError(f"EngineConfig.reset_retries must be >= 0; received {self.reset_retries}.")
     if not 0.0 <= self.max_failed_share <= 1.0:
       raise ValueError(f"EngineConfig.max_failed_share must be in [0, 1]; received {self.max_failed_share}.")
-    for name in ("prefill_rows", "prefill_tokens", "live_buckets"):
-      sizes = tuple(getattr(self, name))
-      object.__setattr__(self, name, sizes)  # presets hand over lists
-      if (not sizes and name != "live_buckets") or any(x < 1 for x in sizes) or list(sizes) != sorted(set(sizes)):
-        raise ValueError(f"EngineConfig.{name} must be ascending sizes >= 1; received {sizes}.")
-    if self.live_buckets and self.live_buckets[-1] != self.max_len:
+    if self.cache_tokens is not None and self.cache_tokens < self.num_streams * self.max_len:
       raise ValueError(
-        f"EngineConfig.live_buckets must end with max_len = {self.max_len}; received {self.live_buckets}."
+        f"EngineConfig.cache_tokens must be >= num_streams * max_len = {self.num_streams * self.max_len} or None; "
+        f"received {self.cache_tokens}."
       )
 
   @property
@@ -125,20 +127,33 @@ class EngineConfig:
     """`num_episodes`, or `num_slots` if that is None."""
     return self.num_slots if self.num_episodes is None else self.num_episodes
 
-  def live_lengths(self) -> tuple[int, ...]:
-    """Returns `live_buckets`, or its default if that is empty."""
-    if self.live_buckets:
-      return self.live_buckets
-    sizes = []
-    size = 128
-    while size < self.max_len:
-      sizes.append(size)
-      size *= 2
-    return (*sizes, self.max_len)
+  @property
+  def max_pages(self) -> int:
+    """Number of pages of a sequence of `max_len` tokens."""
+    return -(-self.max_len // self.page_size)
 
-  def window_lengths(self) -> tuple[int, ...]:
-    """Returns the lengths of decode windows: `live_lengths`, but the last is `max_len + chunk_steps`."""
-    return (*self.live_lengths()[:-1], self.max_len + self.chunk_steps)
+  @property
+  def num_pages(self) -> int:
+    """Number of pages of all streams: `cache_tokens`, rounded up to whole pages per stream or sequence."""
+    if self.cache_tokens is None:
+      return self.num_slots * self.max_pages
+    per_stream = -(-self.cache_tokens // self.num_streams)
+    return self.num_streams * max(-(-per_stream // self.page_size), self.max_pages)
+
+
+def context_buckets(max_pages: int, page_size: int) -> tuple[int, ...]:
+  """Returns the context lengths, in pages, that programs are compiled for.
+
+  They are 128, 256, 384, 512, 768, ... tokens (powers of two, and halfway between), up to all.
+
+  >>> context_buckets(max_pages=63, page_size=16)
+  (8, 16, 24, 32, 48, 63)
+  """
+  sizes, size = set(), 128
+  while size < max_pages * page_size:
+    sizes |= {-(-size // page_size), -(-(size + size // 2) // page_size) if size > 128 else max_pages}
+    size *= 2
+  return (*sorted(n for n in sizes if n < max_pages), max_pages)
 
 
 def bucket(sizes: tuple[int, ...], need: int) -> int:

@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import jax
 
 from sao_jax.rollout.engine.config import EngineConfig
-from sao_jax.rollout.engine.sampler import Sampler, SamplerSpec
-from sao_jax.rollout.engine.scheduler import Scheduler
+from sao_jax.rollout.engine.live_episodes import LiveEpisodes
+from sao_jax.rollout.engine.model_runner import ModelRunner, PreparedWeights, StepSpec
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.failures import FailureLog
 from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.types import CachedPolicy, EnvironmentFactory, Params, Tokenizer, Trajectory
 
 ParamsFor = Callable[[int], tuple[Params, int]]
-"""`(number of decode chunks so far) -> (params, version)`."""
+"""`(number of decode steps so far) -> (params, version)`. A step decodes up to `chunk_steps` tokens per sequence."""
 
 _IDLE_WAIT_S = 0.02
 # Domains of sampling noise: keys for different kinds of calls never coincide.
@@ -71,15 +71,29 @@ class Engine:
     self._config = config
     self._key = jax.random.key(seed, impl="threefry2x32")
     self._calls = collections.Counter[int]()
-    spec = SamplerSpec(
+    spec = StepSpec(
       model=model,
       chunk_steps=config.chunk_steps,
       temperature=config.temperature,
       top_p=config.top_p,
       stop_ids=tuple(tokenizer.stop_ids),
     )
-    sampler = Sampler(spec, num_slots=config.num_slots, max_len=config.max_len, num_streams=config.num_streams)
-    self._scheduler = Scheduler(config=config, make_env=make_env, tokenizer=tokenizer, sampler=sampler)
+    prepared = PreparedWeights(spec)
+    streams = config.num_streams
+    runners = [
+      ModelRunner(
+        spec,
+        num_slots=config.num_slots // streams,
+        num_pages=config.num_pages // streams,
+        page_size=config.page_size,
+        max_pages=config.max_pages,
+        token_budget=config.token_budget,
+        prepared=prepared,
+        threaded=streams > 1,
+      )
+      for _ in range(streams)
+    ]
+    self._live = LiveEpisodes(config=config, make_env=make_env, tokenizer=tokenizer, runners=runners)
     self._cuts: queue.SimpleQueue[EpisodeRequest] = queue.SimpleQueue()
     self._driving = threading.Lock()
     self._counts = collections.Counter[str]()
@@ -176,7 +190,7 @@ class Engine:
       "prefix_tokens_saved",
     )
     by_kind = dict(self._failures.by_kind)
-    counts = {**self._counts, **self._scheduler.counts, "failed_episodes": sum(by_kind.values())}
+    counts = {**self._counts, **self._live.counts, "failed_episodes": sum(by_kind.values())}
     return {
       **{name: counts.get(name, 0) for name in names},
       "failed_by_kind": by_kind,
@@ -185,7 +199,7 @@ class Engine:
 
   def close(self) -> None:
     """Closes the environments and ends their threads."""
-    self._scheduler.close()
+    self._live.close()
 
   def __enter__(self) -> Engine:
     return self
@@ -212,56 +226,53 @@ class Engine:
     """Runs the loop of `run`, and of `generate` (`stop` is None: ends with the requests)."""
     if not self._driving.acquire(blocking=False):
       raise RuntimeError("Engine.generate() or run() called while another call is still running.")
-    scheduler = self._scheduler
-    config = self._config
+    live = self._live
     version: int | None = None
-    chunk = stream = 0
+    steps = stream = 0
     to_cut: set[EpisodeRequest] = set()
     try:
-      scheduler.reset()
+      live.reset()
       while stop is None or not stop.is_set():
-        # One stream's turn. Host work done here overlaps with the chunks of the other streams.
-        params, new_version = weights(chunk)
+        # One stream's turn. Host work done here overlaps with the steps of the other streams.
+        params, new_version = weights(steps)
         if new_version != version:
           self._counts["weight_updates"] += version is not None
           version = new_version
-          scheduler.set_version(version)
-        scheduler.collect_responses(stream=stream, wait_all=config.wait_for_env, stop=stop)
-        started = scheduler.start_episodes(next_request)
+        live.collect_responses(stream, stop)
+        started = live.start_episodes(next_request)
         if started:
-          scheduler.collect_responses(stream=stream, wait_all=config.wait_for_env, stop=stop)
+          live.collect_responses(stream, stop)
         while not self._cuts.empty():
           to_cut.add(self._cuts.get())
         if to_cut:
-          to_cut = scheduler.cut(to_cut)
+          to_cut = live.cut(to_cut)
         self._busy_since = self._busy_since or time.perf_counter()
-        prefilled = scheduler.dispatch_prefill(params, stream)
-        dispatched = scheduler.dispatch_decode(params, key, stream)
-        chunk += dispatched
-        finished, failures = scheduler.take_finished()  # trajectories are built while the device works
-        stream = (stream + 1) % scheduler.num_streams
-        busy = scheduler.decoding
-        scheduler.collect_tokens(stream)
+        dispatched = live.dispatch(params, version, key, stream)
+        steps += dispatched.decodes
+        finished, failures = live.take_finished()  # trajectories are built while the device works
+        stream = (stream + 1) % live.num_streams
+        busy = live.running
+        live.collect_tokens(stream)
         self._record_busy(busy)
         self._failures.record_successes(len(finished))
         yield from finished  # before the failures, which may end the run
         self._record_failures(failures, on_failure)
-        if busy or prefilled or started or finished or failures or scheduler.to_prefill:
+        if busy or dispatched.rows or started or finished or failures or live.ready:
           continue
-        if scheduler.waiting:
-          scheduler.collect_responses(wait_s=_IDLE_WAIT_S)
+        if live.waiting:
+          live.wait(_IDLE_WAIT_S)
         elif stop is None:
           return
         else:
           stop.wait(_IDLE_WAIT_S)
     finally:
-      scheduler.abandon_all()
+      live.abandon_all()
       self._busy_since = None
       self._driving.release()
 
   def _record_busy(self, busy: bool) -> None:
     """Adds the time with device work in flight, once there is none left. `busy`: there was some until now."""
-    if self._scheduler.decoding:
+    if self._live.running:
       return
     if busy and self._busy_since is not None:
       self._busy_seconds += time.perf_counter() - self._busy_since

@@ -27,15 +27,14 @@ PARAMS = {v: make_params(v, mark=True) for v in range(40)}
 
 def config(**changes) -> EngineConfig:
   settings = {
-    # One compiled shape of each program for nearly all tests.
+    # Few compiled shapes of each program for nearly all tests.
     "num_slots": 4,
     "max_len": 48,
     "max_action_tokens": 20,
     "max_turns": 4,
     "chunk_steps": 4,
-    "prefill_rows": (4,),
-    "prefill_tokens": (4,),
-    "live_buckets": (48,),
+    "token_budget": 16,
+    "page_size": 8,
     "env_workers": 0,
   }
   return EngineConfig(**{**settings, **changes})
@@ -102,9 +101,7 @@ def test_results_depend_on_seed_and_episode_not_on_slots_or_chunks():
   # PITFALL 28: calls without a seed never repeat one another.
   assert not same(*counted) and not same(first, counted[0])
   for streams in (1, 2):
-    shapes = {
-      "num_slots": 4, "chunk_steps": 7, "prefill_rows": (1, 2), "prefill_tokens": (2, 8), "num_streams": streams
-    }  # fmt: skip
+    shapes = {"chunk_steps": 7, "page_size": 4, "token_budget": 5, "num_streams": streams}
     with engine(lambda: Echo(3), **shapes) as e:
       assert same(first, list(e.generate(fixed, requests(10), seed=5)))
   with engine(lambda: Echo(3), seed=1) as e:
@@ -140,7 +137,7 @@ def test_long_contexts_are_prefilled_in_pieces_between_chunks():
       super().reset(task_index)
       return "cdefghij" * 3 + "k" * (task_index % 7)
 
-  with engine(Long, max_len=64, live_buckets=(16, 64)) as e:
+  with engine(Long, max_len=64) as e:
     for x in e.generate(fixed, requests(8)):
       assert_logps_true(x, PARAMS)
 
@@ -294,15 +291,14 @@ def test_an_exception_in_the_thread_surfaces():
     {"top_p": 0.0},
     {"top_p": 1.01},
     {"num_slots": 0},
-    {"prefill_rows": ()},
-    {"prefill_tokens": (8, 4)},
-    {"live_buckets": (16,)},
+    {"token_budget": 0},
+    {"page_size": 0},
+    {"cache_tokens": 47},
     {"max_len": 1},
     {"env_workers": -1},
     {"env_timeout_s": 0.0},
     {"max_failed_share": 2.0},
     {"num_episodes": 3},
-    {"prefix_rows": -1},
     {"num_streams": 3},
     {"num_streams": 0},
   ],
@@ -310,6 +306,12 @@ def test_an_exception_in_the_thread_surfaces():
 def test_bad_settings(changes):
   with pytest.raises(ValueError, match="received"):
     config(**changes)
+
+
+@pytest.mark.parametrize("name", ["prefill_rows", "prefill_tokens", "live_buckets", "prefix_rows"])
+def test_a_removed_setting_names_what_replaces_it(name):
+  with pytest.raises(TypeError, match=rf"no field '{name}' any more: .*(token_budget|Delete)"):
+    config(**{name: 8})
 
 
 def test_bad_seed_and_requests():

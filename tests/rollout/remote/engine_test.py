@@ -114,7 +114,7 @@ def test_weights_change_within_a_trajectory(url, root, protocol, caplog):
   store = WeightStore()
   store.publish(PARAMS[0], 0)
   done, ids = [], itertools.count()
-  changes = {"max_len": 250, "max_action_tokens": 200, "live_buckets": (250,)}
+  changes = {"max_len": 250, "max_action_tokens": 200}
   with remote(url, root, make_env=lambda: Echo(6), protocol=protocol, **changes) as engine:
     thread = EngineThread(engine, weights=store, next_request=lambda: requests(1, next(ids))[0], emit=done.append)
     thread.start()
@@ -197,7 +197,6 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path):
       save=save,
       attempts=1000,
       max_len=64,
-      live_buckets=(64,),
     ) as engine:
       # The restarted server has the checkpoint's weights, not these.
       episodes = engine.generate(lambda _: (versions[1], 1), requests(16))
