@@ -120,7 +120,6 @@ def _config(
   mesh: MeshConfig,
 ) -> RunConfig:  # fmt: skip
   rows = mesh.sizes(jax.device_count()) if -1 in mesh.axes().values() else tuple(mesh.axes().values())
-  prefill = tuple(dict.fromkeys(min(tokens, max_len) for tokens in (64, 512)))
   return RunConfig(
     num_steps=200,
     batch_size=sizes.batch_size,
@@ -142,7 +141,7 @@ def _config(
       logprob_chunk_size=min(max_len, 1_024),
     ),
     engine=EngineConfig(
-      num_slots=num_slots, max_len=max_len, max_action_tokens=max_len, max_turns=max_turns, prefill_tokens=prefill,
+      num_slots=num_slots, max_len=max_len, max_action_tokens=max_len, max_turns=max_turns,
       env_workers=num_slots,
     ),
     env=env,

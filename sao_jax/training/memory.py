@@ -180,4 +180,4 @@ def _bytes(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> int:
 
 def _cache_bytes(config: RunConfig, mesh: Mesh) -> int:
   make = models.cached_policy(config.policy).init_cache
-  return _bytes(jax.eval_shape(lambda: make(config.engine.num_slots, config.engine.max_len)), mesh, CACHE_RULES)
+  return _bytes(jax.eval_shape(lambda: make(config.engine.num_pages, config.engine.page_size)), mesh, CACHE_RULES)
