@@ -188,15 +188,14 @@ def test_the_command_reports_a_decode_step():
   assert found["decode"]["weight_all_gather_bytes"] > 0
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("axes", ["expert=4", "data=2,tensor=2"])
-def test_an_engine_on_a_mesh_of_its_own_gathers_no_weight(axes):
-  text, found = report(f"--rollout_mesh={axes}", "--slots=16", "--live_tokens=20", "--programs=decode")
+@pytest.mark.timeout(600)
+def test_an_engine_on_a_mesh_of_its_own_gathers_no_weight():
+  text, found = report("--rollout_mesh=data=2,tensor=2,expert=2", "--slots=16", "--live_tokens=20", "--programs=decode")
   assert "decode step (2 layers" in text and "resident" not in text
   decode = found["decode"]
   assert decode["weight_all_gather_bytes"] == 0 < decode["collective_bytes"]
   model = MODELS["tiny_moe"]()
   cache = 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers * 16 * 20
   weights = 2 * aot.total_size(aot.policy_shapes(model))
-  assert decode["limit_bytes_per_device"] == (weights + cache) / 4
+  assert decode["limit_bytes_per_device"] == (weights + cache) / 8
   assert decode["ratio_to_limit"] == decode["moved_bytes_per_device"] / decode["limit_bytes_per_device"] > 0.5

@@ -17,11 +17,11 @@ REPORT = {"moved_bytes_per_device": 4e9, "collective_bytes": 3e8}
 
 
 def test_times_follow_from_the_rates():
-  attention = 2 * 4 * 100 * 64  # layers x widths of scores and values x half of the context x projections
+  attention = 4 * 100 * 8 * 16  # scores and sums, 2 FLOPs each, of 100 tokens on average, in 8 heads of 16
   embeddings = 2 * 512 * 64
   layer = 4 * 64 * 128 + 64 * 8 + 2 * (3 * 64 * 32) + 2 * 64 + 2 * 16
   active = embeddings + 2 * layer + 64
-  forward = 2 * active + 2 * attention * 2
+  forward = 2 * active + 2 * attention
   assert step_times.forward_flops(MODEL, context=200) == pytest.approx(forward, rel=1e-6)
   assert step_times.training_flops(MODEL, context=200, critic_updates=2) == pytest.approx(13 * forward, rel=1e-6)
   chip = Chip(memory_bytes_per_s=1e12, interconnect_bytes_per_s=1e11, peak_flops=1e14)

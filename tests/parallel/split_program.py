@@ -96,7 +96,7 @@ def train(placement: str) -> dict[str, Any]:
   with tempfile.TemporaryDirectory() as workdir:
     loop.train(config, loop_program.make_domain(), workdir)
     rows, _ = read_metrics(pathlib.Path(workdir))
-  names = ("step", "trajectories", "failed_episodes", "engine_busy_fraction", "learner_busy_fraction")
+  names = ("step", "trajectories", "failed_episodes", "learner_busy_fraction")
   return {name: rows[-1][name] for name in names}
 
 
