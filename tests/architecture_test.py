@@ -60,6 +60,7 @@ TESTS_WITHOUT_MODULE = {
   "parallel/layers_test.py": "layers of models under shard_map, in a process with 8 devices",
   "parallel/loop_mesh_test.py": "the whole loop on meshes and in two processes",
   "rollout/engine/invariants_test.py": "the engine with any environment and with real models",
+  "rollout/remote/vllm_test.py": "a real vLLM server, where one is installed",
   "training/cluster_loop_test.py": "the whole loop with engines in Ray workers",
   "training/disk_test.py": "the whole loop on a full disk and in a read-only workdir",
   "training/interrupts_test.py": "signals, each in a process of its own",
