@@ -35,7 +35,7 @@ def make_config(checkpoint: str) -> RunConfig:
     "checkpoint": checkpoint,
     "train": "train.jsonl",
     "held_out": "held_out.jsonl",
-    "demonstrations": None,
+    "demonstrations": "",
     "tool": True,
     "max_turns": MAX_TURNS,
   }
