@@ -101,10 +101,10 @@ class SlotPlacement(NamedTuple):
   dispatching: Callable[[], contextlib.AbstractContextManager[Any]]
   """Context around every dispatch of a program. If several threads start programs over several devices, it must make
   sure that all devices start them in the same order."""
-  logits: Callable[[jax.Array], jax.Array] = lambda logits: logits
-  """Constrains `[S, V]` logits, so that each device samples whole rows."""
   row_multiple: int = 1
   """The leading axis of a cache must be a multiple of it."""
+  logits: Callable[[jax.Array], jax.Array] = lambda logits: logits
+  """Constrains `[S, V]` logits, so that each device samples whole rows."""
 
 
 class RaggedBatch(NamedTuple):

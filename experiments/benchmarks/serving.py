@@ -75,7 +75,7 @@ def own_engine(
   length = len(prompts[0])
   config = EngineConfig(
     num_slots=len(prompts), num_streams=streams, max_len=length + new_tokens, max_action_tokens=new_tokens, max_turns=1,
-    chunk_steps=16, token_budget=len(prompts) // streams * length, env_workers=0,
+    chunk_steps=16, token_budget=length * len(prompts) // streams, env_workers=0,
   )  # fmt: skip
 
   def serve(seed: int) -> int:

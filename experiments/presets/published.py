@@ -7,11 +7,16 @@ import pathlib
 
 from experiments.presets.model_configs import qwen3_30b_a3b
 from sao_jax.learner import OptimizerConfig, learner_config
-from sao_jax.parallel import MeshConfig
+from sao_jax.models import ModelConfig
+from sao_jax.parallel import EngineMeshConfig, MeshConfig
 from sao_jax.rollout import EngineConfig
+from sao_jax.rollout.ray.config import ClusterConfig
 from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
 
 PAPER_LEN = 131_072
+PAPER_MESH = MeshConfig(data=1, fsdp=8, context=8)
+PAPER_ENGINES = ClusterConfig(num_engines=16, mesh=EngineMeshConfig(expert=4), resources={"TPU": 4})
+"""16 engines, each on the four chips of a TPU host: attention by sequence, experts by device."""
 VALUE_OPTIMIZER = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)
 
 
@@ -36,7 +41,18 @@ def find_checkpoint(directory: str, *, repository: str) -> str:
   return directory
 
 
-def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: float, max_turns: int) -> RunConfig:
+def paper_config(
+  checkpoint: str,
+  env: EnvConfig,
+  *,
+  eps_low: float,
+  eps_high: float,
+  max_turns: int,
+  policy: ModelConfig | None = None,
+  mesh: MeshConfig = PAPER_MESH,
+  cluster: ClusterConfig = PAPER_ENGINES,
+  slots_per_engine: int = 32,
+) -> RunConfig:
   """Returns the settings that the paper's two experiments share: Qwen3-30B-A3B on rows of 131,072 tokens.
 
   From the paper: a batch of 128 single rollouts, learning rates of 1e-6 for the policy and of 5e-6 with 10 warm-up
@@ -52,9 +68,12 @@ def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: f
     preset in RESULTS.md stops rising at about two passes and still gains from 64 to 256 updates. It was not measured at
     this size: a run prints what it reached;
   - routers, norms and embeddings of the value model are frozen with its attention;
-  - 400 learner steps, a staleness of at most 8 versions, checkpoints, evaluations, and the sizes of engine and mesh.
+  - 400 learner steps, a staleness of at most 8 versions, checkpoints, evaluations, and the sizes of engines and meshes.
 
-  The mesh has 64 devices of 95 GB. For another number, set `--config.mesh.fsdp=N` with a divisor of 8, or -1.
+  The sizes are for 128 TPU v5p chips: 64 learn, in 16 processes, and 16 engines in Ray workers have 4 each. For another
+  number of learning devices, set `--config.mesh.fsdp=N` with a divisor of 8, or -1; of engines,
+  `--config.cluster.num_engines=N`. On hosts with 8 GPUs, replace the resources:
+  `--config.cluster.resources="{}" --config.cluster.num_gpus=8 --config.cluster.mesh.expert=8`.
 
   Args:
     checkpoint: the model's directory.
@@ -62,13 +81,17 @@ def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: f
     eps_low: the lower bound of the ratio is 1 - eps_low.
     eps_high: the upper bound of the ratio is 1 + eps_high.
     max_turns: maximum number of actions of a trajectory.
+    policy: the model; None: Qwen3-30B-A3B.
+    mesh: the learner's devices.
+    cluster: the engines and their devices.
+    slots_per_engine: sequences that an engine decodes at once.
   """
   return RunConfig(
     num_steps=400,
     batch_size=128,
     group_size=1,
     eval_episodes=480,
-    policy=dataclasses.replace(qwen3_30b_a3b(), dtype="bfloat16", remat="full"),
+    policy=dataclasses.replace(policy or qwen3_30b_a3b(), dtype="bfloat16", remat="full"),
     policy_checkpoint=checkpoint,
     critic=CriticConfig(pretraining_trajectories=8_192, pretraining_epochs=2, pretraining_optimizer=VALUE_OPTIMIZER),
     learner=learner_config(
@@ -85,7 +108,7 @@ def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: f
       logprob_chunk_size=1_024,
     ),
     engine=EngineConfig(
-      num_slots=64,
+      num_slots=slots_per_engine,
       max_len=PAPER_LEN,
       max_action_tokens=PAPER_LEN,
       max_turns=max_turns,
@@ -94,10 +117,11 @@ def paper_config(checkpoint: str, env: EnvConfig, *, eps_low: float, eps_high: f
       page_size=64,
       cache_tokens=64 * 65_536,  # half of what 64 full trajectories need
       token_budget=4_096,
-      env_workers=64,
+      env_workers=slots_per_engine,
       env_timeout_s=600.0,
     ),
     env=env,
-    mesh=MeshConfig(data=1, fsdp=8, context=8),
+    mesh=mesh,
+    cluster=cluster,
     checkpoint=CheckpointConfig(every_steps=10),
   )

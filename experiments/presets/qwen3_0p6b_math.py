@@ -36,7 +36,7 @@ def make_config(checkpoint: str) -> RunConfig:
     "checkpoint": checkpoint,
     "train": "train.jsonl",
     "held_out": "held_out.jsonl",
-    "demonstrations": None,
+    "demonstrations": "",
     "tool": False,
     "max_turns": 1,
   }

@@ -5,9 +5,9 @@
 eps_low 0.8 and eps_high 3.0 accept ratios in (0.2, 4). The paper's agent works in OpenHands on repositories in
 containers. The task here is small and needs no containers: HumanEval problems with injected bugs, which the agent
 reads, edits and tests by commands, graded by hidden tests (`pip install -e '.[coding]'`). To train on your own
-repositories, set `--config.env.factory=MODULE:FUNCTION --config.env.options="{...}"`. Needs 64 devices of 95 GB; for
-other numbers, and for what the paper leaves open, see `published.paper_config`. This preset has not been run at this
-size yet.
+repositories, set `--config.env.factory=MODULE:FUNCTION --config.env.options="{...}"`. 64 TPU v5p chips learn and 64
+generate, in 16 engines; for other numbers, for GPUs, and for what the paper leaves open, see `published.paper_config`.
+This preset has not been run at this size yet.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ can you, with a JSONL file of conversations (`experiments.tasks.chat_demonstrati
 `--config.env.options.demonstrations=TIR.jsonl --config.warm_start.num_steps=N` and the optimizer in
 `--config.warm_start.optimizer`, which the paper does not state. Each line of the two other JSONL files holds an object
 with `problem` and `answer`. `published.paper_config` lists what the paper leaves open. eps_low 0.3 and eps_high 5.0
-accept ratios in (0.7, 6). The 480 held-out episodes are 16 runs over 30 problems. Needs 64 devices of 95 GB; for other
-numbers, see `published.paper_config`. This preset has not been run at this size yet.
+accept ratios in (0.7, 6). The 480 held-out episodes are 16 runs over 30 problems. 64 TPU v5p chips learn and 64
+generate, in 16 engines; for other numbers and for GPUs, see `published.paper_config`. This preset has not been run at
+this size yet.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def make_config(checkpoint: str) -> RunConfig:
     "checkpoint": checkpoint,
     "train": "train.jsonl",
     "held_out": "held_out.jsonl",
-    "demonstrations": None,
+    "demonstrations": "",
     "tool": True,
     "max_turns": MAX_TURNS,
   }

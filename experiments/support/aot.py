@@ -11,12 +11,12 @@ import pathlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from experiments.support import hlo
 from sao_jax.learner import LearnerConfig, LearnerState, init_state, make_critic_step
@@ -33,7 +33,7 @@ from sao_jax.parallel import (
 )
 from sao_jax.parallel.axes import weights_in_place
 from sao_jax.parallel.engine_weights import cast_for_engine
-from sao_jax.parallel.rules import ENGINE_RULES, RULES
+from sao_jax.parallel.rules import ENGINE_RULES, RULES, Rule
 from sao_jax.types import Params, TokenBatch
 
 _ASSIGNMENT = "*after_optimizations-buffer-assignment.txt"
@@ -321,6 +321,12 @@ def engine_shardings(params: Params, mesh: Mesh) -> Any:
   return shardings_for(params, mesh, ENGINE_RULES if weights_in_place(mesh) else RULES)
 
 
+def engine_bytes(model: ModelConfig, mesh: Mesh | AbstractMesh) -> int:
+  """Returns the bytes of an engine's weights on one device of a mesh of its own."""
+  params = jax.eval_shape(lambda x: cast_for_engine(x, model.compute_dtype), policy_shapes(model))
+  return device_bytes(params, mesh, ENGINE_RULES)
+
+
 def decode_limit(model: ModelConfig, mesh: Mesh, load: Workload) -> float:
   """Returns the bytes per device that a decode step must read: all weights and the live cache once, divided evenly."""
   cache = jax.eval_shape(lambda: cached_policy(model).init_cache(1, 1))
@@ -328,9 +334,9 @@ def decode_limit(model: ModelConfig, mesh: Mesh, load: Workload) -> float:
   return (weights + total_bytes(cache) * load.slots * load.live) / mesh.size
 
 
-def device_bytes(tree: Any, mesh: Mesh) -> int:
+def device_bytes(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[Rule] = RULES) -> int:
   """Returns the bytes of a tree of shapes on one device, according to the sharding rules."""
-  pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings_for(tree, mesh)), strict=True)
+  pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings_for(tree, mesh, rules)), strict=True)
   return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
 
 

@@ -64,7 +64,7 @@ def reasoning_gym(
     packages: installed packages that the tool may import, such as numpy and sympy; the prompt names them.
     max_turns: maximum number of actions per episode; 1 leaves no room for a tool call.
     num_eval_tasks: number of held-out tasks, whose seeds follow those of the training tasks.
-    demonstrations: JSONL file of conversations for the warm start; None for none.
+    demonstrations: JSONL file of conversations for the warm start; None or "" for none.
     template: arguments of the chat template, such as `{"enable_thinking": False}`.
     rewards: reward functions of your own, see `experiments.tasks.rewards`. A row has `question` and `task_index`.
     tools: functions of your own as tools, `module:function`; see `envs.function_tools.FunctionTool`.
@@ -139,7 +139,7 @@ def math(
     packages: installed packages that the tool may import, such as numpy and sympy; the prompt names them.
     max_turns: maximum number of actions per episode.
     on_unreadable: "error" to reject a file with an answer that the grader cannot read, "drop" to leave out its problem.
-    demonstrations: JSONL file of conversations for the warm start; None for none.
+    demonstrations: JSONL file of conversations for the warm start; None or "" for none.
     template: arguments of the chat template.
     rewards: reward functions of your own, see `experiments.tasks.rewards`; they receive the line of the file.
     success_threshold: reward from which an episode counts as a success.
@@ -204,7 +204,7 @@ def coding(
   Args:
     checkpoint: the checkpoint whose tokenizer and template are used.
     system: text of the system turn; None for no such turn.
-    demonstrations: JSONL file of conversations for the warm start; None for none.
+    demonstrations: JSONL file of conversations for the warm start; None or "" for none.
     template: arguments of the chat template.
     **options: options of `standard.coding`.
   """
@@ -214,7 +214,7 @@ def coding(
     commands,
     make_env=lambda split: ChatGame(chat, commands.make_env(split), system=system),
     tokenizer=chat.tokenizer,
-    demonstrate=None if demonstrations is None else chat_demonstrations.load(chat, demonstrations),
+    demonstrate=chat_demonstrations.load(chat, demonstrations) if demonstrations else None,
   )
 
 
@@ -239,7 +239,7 @@ def _domain(
   functions = rewards_lib.function_tools(tools)
   chat = Chat.load(checkpoint, **(template or {}))
   tools = (python_tool(packages),) if tool else ()
-  demonstrate = None if demonstrations is None else chat_demonstrations.load(chat, demonstrations, tools)
+  demonstrate = chat_demonstrations.load(chat, demonstrations, tools) if demonstrations else None
   # The config rejects anything but a sequence of names.
   python = PythonTool(PythonToolConfig(packages=packages)) if tool else None  # type: ignore[arg-type]
 

@@ -95,19 +95,20 @@ def open_window(
 
   rows = len(slots) // len(live_lens)
 
-  def take(name: str, x: jax.Array, g: int, live_len: int) -> jax.Array:
+  def take(name: str, array: jax.Array, group: int, live_len: int) -> jax.Array:
     """The context of a group's slots, and zeros for the loop's own tokens."""
     time = 1 + _TIME[name]
-    context = jax.lax.slice_in_dim(x, 0, min(live_len - steps, x.shape[time]), axis=time)
-    part = slice(g * rows, (g + 1) * rows)
-    context = context[part] if all_in_order(slots, x.shape[0]) else context[slots[part]]
-    padding = [(0, 0)] * x.ndim
+    context = jax.lax.slice_in_dim(array, 0, min(live_len - steps, array.shape[time]), axis=time)
+    part = slice(group * rows, (group + 1) * rows)
+    context = context[part] if all_in_order(slots, array.shape[0]) else context[slots[part]]
+    padding = [(0, 0)] * array.ndim
     padding[time] = (0, live_len - context.shape[time])
     return jnp.pad(context, padding)
 
   def group(g: int, live_len: int) -> dict[str, Any]:
     return {
-      layer: {name: take(name, x, g, live_len) for name, x in arrays.items()} for layer, arrays in cache.items()
+      layer: {name: take(name, array, g, live_len) for name, array in arrays.items()}
+      for layer, arrays in cache.items()
     }
 
   return Window(

@@ -101,11 +101,11 @@ def cached_on_mesh(
     num_tokens=policy.num_tokens,
     merge=merge,
     placement=SlotPlacement(
-      NamedSharding(mesh, slots),
-      replicated(mesh),
-      dispatching,
-      logits,
+      slots=NamedSharding(mesh, slots),
+      whole=replicated(mesh),
+      dispatching=dispatching,
       row_multiple=math.prod(mesh.shape.get(axis, 1) for axis in ROWS),
+      logits=logits,
     ),
   )
 

@@ -141,7 +141,7 @@ def _config(
       logprob_chunk_size=min(max_len, 1_024),
     ),
     engine=EngineConfig(
-      num_slots=num_slots, max_len=max_len, max_action_tokens=max_len, max_turns=max_turns, token_budget=512,
+      num_slots=num_slots, max_len=max_len, max_action_tokens=max_len, max_turns=max_turns,
       env_workers=num_slots,
     ),
     env=env,

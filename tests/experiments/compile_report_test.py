@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import subprocess
@@ -44,6 +45,48 @@ def test_collectives_are_counted_with_their_trips():
   assert found == {"all-gather": hlo.Traffic(2, 2 * 512), "all-reduce": hlo.Traffic(5, 5 * 32)}
 
 
+def test_gathers_of_weights_are_told_from_those_of_activations():
+  assert hlo.gathered_weights(HLO, {32}) == 0
+  assert hlo.gathered_weights(HLO, {64}) == 2 * 512
+
+
+MOVES = """HloModule jit_step, is_scheduled=true
+
+%sliced (p: f32[100,8], i: s32[]) -> f32[1,8] {
+  %p = f32[100,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %d = f32[1,8]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,8}
+}
+
+%updated (c: f32[100,8], u: f32[1,8], j: s32[]) -> f32[100,8] {
+  %c = f32[100,8]{1,0} parameter(0)
+  %u = f32[1,8]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  ROOT %o = f32[100,8]{1,0} dynamic-update-slice(%c, %u, %j, %j)
+}
+
+ENTRY %main (a: f32[100,8], w: bf16[8,16], z: s32[]) -> f32[100,8] {
+  %a = f32[100,8]{1,0:T(8,128)} parameter(0)
+  %w = bf16[8,16]{1,0} parameter(1)
+  %z = s32[] parameter(2)
+  %row = f32[1,8]{1,0:T(8,128)S(1)} fusion(%a, %z), kind=kLoop, calls=%sliced
+  %start = (bf16[8,16]{1,0:S(1)}, bf16[8,16]{1,0}, u32[]{:S(2)}) copy-start(%w)
+  %done = bf16[8,16]{1,0:S(1)} copy-done(%start)
+  %k = f32[1,16]{1,0} custom-call(%row, %done, /*index=2*/%w), custom_call_target="tpu_custom_call"
+  ROOT %out = f32[100,8]{1,0} fusion(%a, %row, %z), kind=kLoop, calls=%updated
+}
+"""
+
+
+def test_bytes_between_memory_and_core_are_counted():
+  sliced = 32  # a row of the array, into the core's own memory
+  copied = 256  # of w, into the core's own memory, from where the kernel reads it for nothing
+  kernel = 256 + 64  # reads w from main memory, writes its result
+  updated = 32 + 32  # touches a row of the array: XLA reads and writes it; the new row is in the core's memory
+  indices = 2 * 4
+  assert hlo.moved_bytes(MOVES) == sliced + copied + kernel + updated + indices
+
+
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 32, page 0, thread-local:
  value: <12 call-start{0} @0> (size=32,offset=0): bf16[4,4]
@@ -75,8 +118,8 @@ def test_a_compiler_that_fails_says_why():
 
 def program(scale):
   traffic = {"all-reduce": hlo.Traffic(scale, 10 * scale)}
-  numbers = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "flops", "bytes_moved"), float(scale))
-  return aot.Program(**numbers, collectives=traffic)
+  names = ("arguments", "outputs", "aliased", "temporaries", "flops", "bytes_moved", "gathered_weights")
+  return aot.Program(**dict.fromkeys(names, float(scale)), collectives=traffic)
 
 
 def test_depths_repeat_the_kinds_of_layers():
@@ -118,7 +161,7 @@ def test_models_have_their_published_sizes(name, billions, active):
 def test_sizes_that_the_mesh_cannot_split_are_refused_before_compiling(sizes, message):
   mesh = jax.sharding.AbstractMesh((1, 2, 3, 2, 4), AXES)
   with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
-    compile_report.check_splits(aot.Workload(*sizes), mesh)
+    compile_report.check_splits(aot.Workload(*sizes), mesh, mesh)
 
 
 def test_memory_alone_is_a_tpu_compilers():
@@ -128,12 +171,31 @@ def test_memory_alone_is_a_tpu_compilers():
   assert "--memory_only needs --topology" in done.stderr, done.stderr
 
 
-@pytest.mark.timeout(600)
-def test_the_command_reports_a_decode_step():
-  arguments = ["--model=tiny_moe", "--mesh=fsdp=2,tensor=2", "--seq=32", "--programs=decode"]
-  command = [sys.executable, "-m", "experiments.compile_report", *arguments]
+def report(*arguments):
+  """Runs the command on a tiny model; returns its output, and the JSON object of its last line."""
+  command = [sys.executable, "-m", "experiments.compile_report", "--model=tiny_moe", "--seq=32", *arguments]
   environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
   done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590, check=False)
   assert done.returncode == 0, done.stderr
-  for words in ("4 virtual CPU devices: fsdp=2, tensor=2", "freezing attention", "decode step (2 layers", "all-gather"):
-    assert words in done.stdout, done.stdout
+  return done.stdout, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(600)
+def test_the_command_reports_a_decode_step():
+  text, found = report("--mesh=fsdp=2,tensor=2", "--programs=decode")
+  for words in ("learner fsdp=2, tensor=2 (4)", "freezing attention", "decode step (2 layers", "all-gather"):
+    assert words in text, text
+  assert found["decode"]["weight_all_gather_bytes"] > 0
+
+
+@pytest.mark.timeout(600)
+def test_an_engine_on_a_mesh_of_its_own_gathers_no_weight():
+  text, found = report("--rollout_mesh=data=2,tensor=2,expert=2", "--slots=16", "--live_tokens=20", "--programs=decode")
+  assert "decode step (2 layers" in text and "resident" not in text
+  decode = found["decode"]
+  assert decode["weight_all_gather_bytes"] == 0 < decode["collective_bytes"]
+  model = MODELS["tiny_moe"]()
+  cache = 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers * 16 * 20
+  weights = 2 * aot.total_size(aot.policy_shapes(model))
+  assert decode["limit_bytes_per_device"] == (weights + cache) / 8
+  assert decode["ratio_to_limit"] == decode["moved_bytes_per_device"] / decode["limit_bytes_per_device"] > 0.5

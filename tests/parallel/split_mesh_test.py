@@ -11,8 +11,9 @@ from tests.parallel import processes
 
 PROGRAM = "tests.parallel.split_program"
 TWO_ENGINES = "data=4:placement=split,num_engines=2,tensor=2"
-EIGHT = (TWO_ENGINES, "fsdp=2:data=1,expert=2", "fsdp=2,expert=2:placement=split,data=2,expert=2")
-TWELVE = ("data=3:placement=split,data=1,tensor=3,expert=2", "fsdp=3:placement=split,num_engines=3,data=3")
+ONE_EACH = "data=1:placement=split,data=1"
+EIGHT = (TWO_ENGINES, ONE_EACH, "fsdp=2:data=1,expert=2", "fsdp=2,expert=2:placement=split,data=2,expert=2")
+TWELVE = ("fsdp=3:placement=split,data=1,tensor=3,expert=2",)
 LIMIT = 600
 
 
@@ -45,5 +46,13 @@ def test_engines_beside_the_learner_decode_while_it_holds_its_devices(reports: d
 @pytest.mark.timeout(3 * LIMIT)
 def test_devices_are_disjoint_and_contiguous(reports: dict[str, Any]) -> None:
   assert reports[TWO_ENGINES]["devices"] == [[4, 5], [6, 7]]
-  assert reports["fsdp=3:placement=split,num_engines=3,data=3"]["devices"] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+  assert reports[ONE_EACH]["devices"] == [[1]]
+  assert reports[TWELVE[0]]["devices"] == [[3, 4, 5, 6, 7, 8]]
   assert reports["fsdp=2:data=1,expert=2"]["devices"] == [[0, 1]]
+
+
+@pytest.mark.timeout(3 * LIMIT)
+def test_the_loop_trains_on_what_two_engines_generate(reports: dict[str, Any]) -> None:
+  row = reports["loop"]
+  assert row["step"] == 2 and row["trajectories"] == 16 and row["failed_episodes"] == 0
+  assert 0 < row["learner_busy_fraction"] <= 1

@@ -2,7 +2,7 @@
 
 A PLACEMENT is `LEARNER MESH:ROLLOUT SETTINGS`, such as `data=4:placement=split,num_engines=2,tensor=2`. The last line
 holds, for each, the trajectories of one `generate`, whether the weights arrived as they were, where they lie, and
-whether engines decode while the learner's lock is held.
+whether engines decode while the learner's lock is held; with 8 devices, also what the loop reports on the first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import pathlib
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -19,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from sao_jax import models
+from sao_jax.io.metrics import read_metrics
 from sao_jax.models import ModelConfig
 from sao_jax.parallel import MeshConfig, RolloutMeshConfig, make_mesh, parse_engine_mesh, parse_mesh, place
 from sao_jax.parallel.engine_weights import cast_for_engine, jit_layout, layout_mesh, send
 from sao_jax.rollout.episodes import EpisodeRequest
+from sao_jax.training import loop
 from sao_jax.training.components import Components
 from sao_jax.types import Params
 from tests.parallel import loop_program
@@ -86,6 +90,16 @@ def generates_while_learner_dispatches(parts: Components, weights: Params, limit
   return alone
 
 
+def train(placement: str) -> dict[str, Any]:
+  """Runs two steps of the asynchronous loop; returns its last row of metrics."""
+  config = dataclasses.replace(loop_program.make_config("data=1", "async", 2), **parse(placement))
+  with tempfile.TemporaryDirectory() as workdir:
+    loop.train(config, loop_program.make_domain(), workdir)
+    rows, _ = read_metrics(pathlib.Path(workdir))
+  names = ("step", "trajectories", "failed_episodes", "learner_busy_fraction")
+  return {name: rows[-1][name] for name in names}
+
+
 def main(*placements: str) -> None:
   base = dataclasses.replace(loop_program.make_config("data=1", "sync", 1), policy=MODEL)
   base = dataclasses.replace(
@@ -109,6 +123,8 @@ def main(*placements: str) -> None:
         "engines": len(parts.placement.engine_meshes),
         "counted": parts.engine.counters["episodes_finished"],
       }
+  if jax.device_count() == 8:
+    reports["loop"] = train(placements[0])
   if jax.device_count() == 12:
     params = models.init_policy(MODEL, jax.random.key(0))
     for engine in ("tensor=2,expert=3", "tensor=4", "data=5"):  # in as many shards, in more, and in fewer

@@ -101,6 +101,8 @@ class ToolMathConfig:
   """
   tool_prelude: str = "from math import gcd"
   """Code that runs before each call and does not count as an operation. Empty for none."""
+  echo_calls: bool = False
+  """Whether an observation repeats the code before its output, as in a notebook. It is then longer than the call."""
   max_output_chars: int = 24
   """Most characters of the tool's output that are shown. Errors show only their name: `error: NameError`."""
   success_threshold: float = 1.0

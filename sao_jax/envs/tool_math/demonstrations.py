@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sao_jax.envs import base
+from sao_jax.envs.tool_math.config import ToolMathConfig
 from sao_jax.envs.tool_math.expressions import evaluate, left_to_right, operators_in_order, reduce_stepwise
 from sao_jax.envs.tool_math.problems import Problem, ProblemBank
 
@@ -48,19 +49,26 @@ class Demonstration:
     return sum(piece.is_action for piece in self.pieces)
 
 
+def echo(code: str, output: str) -> str:
+  """Returns the text that shows a call and its output, one after the other."""
+  return f"{code}\n{output}"
+
+
 class _Script:
   """Collects the pieces of one demonstration."""
 
-  def __init__(self, problem: Problem, limit: int | None, rng: np.random.Generator):
+  def __init__(self, problem: Problem, config: ToolMathConfig, rng: np.random.Generator):
     self.problem = problem
-    self.limit = limit
+    self.limit = config.max_operations_per_call
+    self.echo_calls = config.echo_calls
     self.rng = rng
     self.steps, self.value = reduce_stepwise(problem.expression)
     self.pieces = [Piece(base.user_prompt(problem.question), False)]
     self.answered = ""
 
   def call(self, code: str, output: str) -> None:
-    self.pieces += [Piece(base.call(code), True), Piece(base.observation(output), False)]
+    shown = echo(code, output) if self.echo_calls else output
+    self.pieces += [Piece(base.call(code), True), Piece(base.observation(shown), False)]
 
   def call_each(self, steps: Sequence[tuple[str, int]]) -> None:
     for code, result in steps:
@@ -160,7 +168,7 @@ def demonstrate(bank: ProblemBank, task_index: int, rng: np.random.Generator) ->
   """
   config = bank.config
   problem = bank.problem(task_index)
-  script = _Script(problem, config.max_operations_per_call, rng)
+  script = _Script(problem, config, rng)
   weights = {name: w for name, w in dataclasses.asdict(config.strategies).items() if w > 0 and _fits(name, script)}
   if not weights:
     raise ValueError(f"no strategy of {config.strategies} fits problem {problem.index}, {problem.question!r}.")

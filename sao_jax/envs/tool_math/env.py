@@ -13,7 +13,7 @@ import numpy as np
 
 from sao_jax.envs import base
 from sao_jax.envs.tool_math.config import Split, ToolMathConfig
-from sao_jax.envs.tool_math.demonstrations import MALFORMED, TOO_MANY_OPERATIONS, Demonstration
+from sao_jax.envs.tool_math.demonstrations import MALFORMED, TOO_MANY_OPERATIONS, Demonstration, echo
 from sao_jax.envs.tool_math.demonstrations import demonstrate as _demonstrate
 from sao_jax.envs.tool_math.expressions import count_code_operations
 from sao_jax.envs.tool_math.problems import Problem, ProblemBank
@@ -69,6 +69,8 @@ class ToolMath(base.Environment):
       return self._done(success=False, truncated=True)
     text = self._call(body) if kind == "python" else MALFORMED
     self._errors += text.startswith("error: ")
+    if kind == "python" and self.config.echo_calls:
+      text = echo(body, text)
     return base.Step(observation=base.observation(text))
 
   def close(self) -> None:

@@ -189,9 +189,9 @@ def sample_step(
 ) -> tuple[jax.Array, jax.Array, DecodeState]:
   """Samples a token for each row from its hidden state; rows that are idle keep their state."""
   logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.float32) / spec.temperature
+  logits = exclude_padding(logits, spec.model.num_tokens)
   if spec.model.placement is not None:
     logits = spec.model.placement.logits(logits)
-  logits = exclude_padding(logits, spec.model.num_tokens)
   if spec.top_p < 1.0:
     logits = nucleus(logits, top_p=spec.top_p)
   tokens, logp = sample_tokens(logits, uniform)

@@ -105,6 +105,19 @@ def test_demonstrations_replayed_with_the_real_tool(
   env.close()
 
 
+def test_observations_with_echo_repeat_the_call_and_are_longer() -> None:
+  env = ToolMath(dataclasses.replace(CONFIG, echo_calls=True), FakeTool(), "train")
+  encode, rng = MathTokenizer().encode, np.random.default_rng(2)
+  for i in range(200):
+    demonstration = env.demonstrate(i, rng)
+    replay(env, i, demonstration)
+    for action, shown in zip(demonstration.pieces[1::2], demonstration.pieces[2::2], strict=False):
+      assert len(encode(shown.text)) > len(encode(action.text))
+  env.reset(0)
+  assert env.step(base.call("12 +")).observation == base.observation("12 +\nerror: SyntaxError")
+  assert env.step("?").observation == base.observation("error: malformed action")
+
+
 def test_demonstrations_replayed_without_a_limit_on_operations() -> None:
   config = dataclasses.replace(CONFIG, max_operations_per_call=None)
   env = ToolMath(config, FakeTool(), "train")

@@ -70,7 +70,7 @@ def engine_of(url: str, folder: pathlib.Path, *, untie: bool, temperature: float
     make_env=lambda: Echo(3),
     tokenizer=WideTokenizer(),
     config=config(
-      num_slots=6, env_workers=4, max_len=MAX_LEN, max_action_tokens=60, temperature=temperature
+      num_slots=6, env_workers=4, max_len=MAX_LEN, max_action_tokens=60, temperature=temperature,
     ),
     check=WeightCheck(
       score=lambda params, tokens: np.asarray(scorer(params, tokens)), max_error=0.005, max_len=MAX_LEN,
