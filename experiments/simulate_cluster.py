@@ -2,7 +2,7 @@
 
     python -m experiments.simulate_cluster                             # the paper's setting; see PAPER
     python -m experiments.simulate_cluster --trajectories=runs/x/trajectories.jsonl --slots=32 --token_s=0.004
-    python -m experiments.simulate_cluster --decode_report=experiments/results/compiled/qwen3_30b_a3b_v5p.json
+    python -m experiments.simulate_cluster --decode_report=REPORT --chips=128 --min_trainer_chips=16
 
 The third takes the step times of engine and learner from a `compile_report` and a chip's stated rates
 (`simulator.step_times`). They are computed, not measured.
