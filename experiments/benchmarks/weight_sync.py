@@ -13,9 +13,10 @@ Deltas: supervised Adam updates on random tokens, in float32; then what the send
 The model of the main preset has its own learning rate. That of SmolLM2's shape computes in bfloat16 at 1e-6. The
 output head stays float32, as the engine needs it: the head's share is given apart from that of the bfloat16 weights.
 
-Expected: at 1e-6 a weight w moves by up to 1e-6, and the distance between bfloat16 numbers at w is w / 128 to w / 256.
-With |w| about 0.02, one weight in 80 to 150 changes; a value and its position take 4 bytes, twice those of the value:
-1.5 to 3 %.
+Expected: at 1e-6 a weight w moves by up to 1e-6, and the distance between bfloat16 numbers at w is w / 256 to w / 128.
+With |w| about 0.02, one weight in 80 to 150 changes. A value and its position take 4 bytes, twice those of the value:
+1.5 to 3 %. Measured: 6.3 % after two updates (4 layers), since many weights are closer to zero, and Adam's first
+updates are as large as the learning rate.
 """
 
 from __future__ import annotations
