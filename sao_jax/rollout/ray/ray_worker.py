@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, TypeAlias
 
 import jax
@@ -18,6 +19,7 @@ from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.rollout.ray import weight_transfer as transfer
 from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.types import Params, Trajectory
+from sao_jax.utils.priority import yield_to_others
 
 EngineFactory: TypeAlias = Callable[[], contextlib.AbstractContextManager[Engine]]
 """Makes an engine in the process in which it is called; leaving the context frees everything. Must be picklable."""
@@ -48,8 +50,9 @@ class Report:
 class EngineWorker:
   """Rollout engine with methods for remote calls, on several threads at once.
 
-  Weights come in groups, which wait on the host until all are there. The engine decodes with its old weights meanwhile,
-  and takes the new ones between two steps. An exception in the engine is raised by the next `collect` or `close`.
+  Weights come in groups, which wait on the host until all are there. A thread of lower priority fetches them, while the
+  engine decodes with its old weights. It takes the new ones between two steps. An exception in the engine is raised by
+  the next `collect` or `close`.
 
   Args:
     make_engine: makes the engine, in `open`.
@@ -65,6 +68,7 @@ class EngineWorker:
     """Weights of the engine, on the host."""
     self._arrived: dict[Any, list[transfer.Piece]] = {}
     """Weights of the version that is on its way."""
+    self._fetcher = futures.ThreadPoolExecutor(1, "sao_jax-weights", initializer=yield_to_others)
     self._changed = threading.Condition()
     self._requests: collections.deque[EpisodeRequest] = collections.deque()
     self._trajectories: list[Trajectory] = []
@@ -89,6 +93,9 @@ class EngineWorker:
     Returns:
       Whether the values have this checksum. If not, they are dropped.
     """
+    return self._fetcher.submit(self._receive, key, full, delta, checksum).result()
+
+  def _receive(self, key: Any, full: Sequence[Any], delta: Sequence[Any] | None, checksum: int) -> bool:
     import ray
 
     if delta is None:
@@ -117,7 +124,8 @@ class EngineWorker:
       shapes: pytree of `jax.ShapeDtypeStruct`.
       version: policy version, above all earlier ones.
     """
-    params = transfer.place(shapes, self._shardings(shapes), self._arrived.values())
+    placed = self._fetcher.submit(lambda: transfer.place(shapes, self._shardings(shapes), self._arrived.values()))
+    params = placed.result()
     self._weights.publish(params, version)
     self._groups, self._arrived = self._arrived, {}
     if self._thread is None:
@@ -145,6 +153,7 @@ class EngineWorker:
 
   def close(self) -> None:
     """Stops the engine and frees its resources."""
+    self._fetcher.shutdown(wait=False)
     with self._resources:
       if self._thread is not None:
         self._thread.stop()

@@ -16,6 +16,7 @@ import jax
 from sao_jax.rollout.ray import weight_transfer as transfer
 from sao_jax.rollout.weight_sync import WeightStore
 from sao_jax.types import Params
+from sao_jax.utils.priority import yield_to_others
 
 _POLL_S = 0.2
 
@@ -142,6 +143,7 @@ class WeightSender:
     self._thread.join(timeout)
 
   def _run(self) -> None:
+    yield_to_others()
     try:
       while not self._stop.is_set():
         if self._store.wait_for(self._version + 1, timeout=_POLL_S):

@@ -3,7 +3,7 @@
 A piece is the part of one leaf that one device of the learner holds. Its values travel as unsigned integers with the
 same bits, so that NaN payloads and negative zeros arrive as they are. Pieces travel in groups of about `GROUP_BYTES`.
 
-At a learning rate of 1e-6 about one bfloat16 weight in a hundred changes in a step: an update is smaller than half the
+At a learning rate of 1e-6 about three bfloat16 weights in a hundred change in a step: most updates are smaller than the
 distance to the next bfloat16 number. So a group is sent as a delta where that is smaller: the values that changed, and
 16-bit offsets in blocks of 65,536 values.
 """
