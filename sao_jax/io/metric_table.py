@@ -53,6 +53,7 @@ METRICS: tuple[Metric, ...] = (
     "truncated_fraction", "episodes", "share of trajectories that were cut off by a limit",
     "low; if it grows, so do the answers: raise the limits",
   ),
+  Metric("observation_fraction", "episodes", "share of observations among the tokens after prompts: GAE skips them"),
   Metric(
     "changed_prompts", "episodes", "trajectories whose prompt differs from an earlier one of the same task index", "0"
   ),
@@ -71,6 +72,14 @@ METRICS: tuple[Metric, ...] = (
   ),
   Metric("dis_masked_low", "off_policy", "share whose ratio is too small"),
   Metric("dis_masked_high", "off_policy", "share whose ratio is too large"),
+  Metric("masked_fraction_positive_adv", "off_policy", "masked or clipped share of tokens with a positive advantage"),
+  Metric("masked_fraction_negative_adv", "off_policy", "masked or clipped share of tokens with a negative advantage"),
+  Metric(
+    "logprob_error", "off_policy",
+    "mean absolute difference of the engine's and the learner's log-probs, on tokens of the learner's version",
+    "below 1e-4 in float32; the run stops above `max_logprob_error`",
+  ),
+  Metric("logprob_error_tokens", "off_policy", "number of these tokens"),
   Metric(
     "ratio_mean", "off_policy", "mean ratio of the policy's probability to the rollout engine's",
     "near 1; exactly 1 up to rounding with staleness 0",
@@ -85,6 +94,7 @@ METRICS: tuple[Metric, ...] = (
   Metric("lambda_policy_mean", "policy", "mean λ of the policy's advantages"),
   Metric("advantage_mean", "policy", "mean advantage of action tokens", "near 0"),
   Metric("advantage_std", "policy", "its standard deviation", "above 0"),
+  Metric("advantage_snr", "policy", "signal-to-noise ratio of the advantages, abs(mean) / standard deviation"),
   Metric("skipped_policy_nonfinite", "policy", "policy updates so far that were skipped: a value was not finite", "0"),
   Metric("skipped_policy_empty", "policy", "policy updates so far that were skipped: every token was masked", "0"),
   Metric("skipped_in_a_row", "policy", "learner steps in a row that skipped an update", "0"),
