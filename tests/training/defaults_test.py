@@ -36,7 +36,7 @@ def test_less_memory_gives_fewer_slots_then_shorter_rows_and_what_is_given_is_ke
   for length in (512, 256):
     for slots in (16, 8):
       config = defaults.config_for(folder, max_len=length, num_slots=slots)
-      mesh = defaults.make_run_mesh(config.mesh)
+      mesh, _ = defaults.make_run_meshes(config.mesh, config.rollout_mesh)
       sizes[length, slots] = sum(memory.needs(config, mesh, mesh).values()) + memory.activations(config, mesh)
   for (length, slots), need in sizes.items():
     monkeypatch.setattr(memory, "host_available", lambda need=need: int(need / defaults.SHARE) + 1)

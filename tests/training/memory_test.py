@@ -51,7 +51,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(monkeyp
   # The rollout engine's cache alone is too large.
   engine = dataclasses.replace(config.engine, num_slots=2**16)
   monkeypatch.setattr(memory, "host_available", lambda: 100_000_000)
-  with pytest.raises(ValueError, match=r"cache of the engine: use a smaller engine\.max_len or engine\.num_slots"):
+  with pytest.raises(ValueError, match=r"cache of the engine: use a smaller engine\.cache_tokens"):
     Components(dataclasses.replace(config, engine=engine), digits.make_domain())
   monkeypatch.setattr(memory, "host_available", lambda: None)  # unknown: nothing is refused
   memory.check(large, *[Components(config, digits.make_domain()).placement.mesh] * 2)
