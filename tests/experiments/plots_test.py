@@ -67,12 +67,14 @@ def test_a_run_without_critic_or_samples_or_turns(tmp_path):
 
 def test_several_runs_are_drawn_into_the_same_axes(tmp_path):
   for name, critic in (("a", True), ("b", False), ("other/a", True)):
+    (tmp_path / name).mkdir(parents=True)
     write_run(tmp_path / name, 12, critic=critic)
   written = plots.compare_runs([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
   assert [path.stem for path in written] == list(plots.COMPARED)
   assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
   names = plots._labels([tmp_path / "a", tmp_path / "other" / "a"])
   assert names == [str(tmp_path / "a"), str(tmp_path / "other" / "a")]
+  (tmp_path / "empty").mkdir()
   metrics.MetricsWriter(tmp_path / "empty").close()
   with pytest.raises(ValueError, match="no learner row yet"):
     plots.compare_runs([tmp_path / "a", tmp_path / "empty"], tmp_path / "out")

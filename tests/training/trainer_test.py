@@ -24,7 +24,8 @@ from tests.tiny_domain import tiny_domain
 
 def make_trainer(workdir, callbacks=(), **changes):
   config = bare(num_steps=4, eval_episodes=4, **changes)
-  return Trainer(config, busy_domain(), workdir, callbacks=callbacks, console=Console(file=io.StringIO()))
+  domain = dataclasses.replace(busy_domain(), num_train_tasks=4)  # a prompt's first reward teaches nothing
+  return Trainer(config, domain, workdir, callbacks=callbacks, console=Console(file=io.StringIO()))
 
 
 def test_a_run_in_parts(tmp_path):
