@@ -1,4 +1,4 @@
-"""The preference-shift simulation (METHOD, online learning simulation): the preferred style changes twice.
+"""The preference-shift simulation of the paper's online learning: the preferred style changes twice.
 
     python -m experiments.online_styles --workdir=runs/styles --algorithm=sao
     python -m experiments.online_styles --workdir=runs/llm --judge_url=http://localhost:8000/v1 --judge_model=NAME

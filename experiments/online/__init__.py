@@ -1,3 +1,3 @@
-"""The preference-shift simulation: judges, questions and the run (METHOD, online learning simulation)."""
+"""The preference-shift simulation: judges, questions and the run of the paper's online learning."""
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Verdict:
   """One of `STYLES`, or None for no style or a mixture."""
 
   def reward(self, preferred: str) -> float:
-    """Returns r = r_quality r_style, both in {0, 1} (METHOD, online learning simulation)."""
+    """Returns r = r_quality r_style, both in {0, 1}, as in the paper's online learning."""
     return float(self.quality and self.style == preferred)
 
 

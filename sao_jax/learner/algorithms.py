@@ -1,7 +1,8 @@
 """Algorithms by name (`ALGORITHMS`), and policy losses by name (`POLICY_LOSSES`).
 
-To add a policy loss: write it as a pure function in `ops.policy_losses`, add a row with its name to `POLICY_LOSSES`,
-and add the name to `config.PolicyLossName`.
+To add a policy loss: write it as a pure function in `ops/policy_losses.py` and export it in `ops/__init__.py`; add its
+name to `config.PolicyLossName`, and its settings with their checks to `LearnerConfig`; add a row
+`PolicyLoss(loss, clip_mask)` to `POLICY_LOSSES` here, and, if it has an algorithm, one to `ALGORITHMS`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 }
 """Fields of `LearnerConfig` that each algorithm sets. The others keep their defaults, or the caller's values."""
 
-# Math with tools (METHOD, training settings).
+# The paper's setting for mathematics with tools.
 _DIS_BOUNDS: Mapping[str, float] = {"eps_low": 0.3, "eps_high": 5.0}
 
 
@@ -252,4 +253,4 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
   "gspo": PolicyLoss(_gspo, _gspo_clip_mask),
   "uncorrected": PolicyLoss(_uncorrected, _no_clip_mask),
 }
-"""Policy losses by the name in `LearnerConfig.policy_loss`. A new loss is a new row."""
+"""Policy losses by the name in `LearnerConfig.policy_loss`."""

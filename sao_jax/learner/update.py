@@ -42,7 +42,7 @@ class CriticUpdate(NamedTuple):
 
   state: LearnerState
   v_after: Float32[Array, "M B T"]
-  """Raw values from before the first update."""
+  """Raw output of the critic before its first update: entry t is the value after token t."""
   returns: Float32[Array, "M B T"]
   """Targets of the first update."""
   metrics: Metrics
@@ -171,7 +171,8 @@ def update_critic(
 ) -> CriticUpdate:
   """Makes K optimizer updates of the critic, each over the whole batch. Frozen parameters have no gradient.
 
-  L = 1/N Σ_t M_t (V(s_t) − R_t)², with R the λ-returns of `targets.critic_targets` and N the number of tokens.
+  L = 1/N Σ_t M_t (V(s_t) − R_t)², with R the λ-returns of `targets.critic_targets` and N the number of
+  tokens that the critic is fitted on.
   """
   optimizer = optimizers.make_optimizer(config.critic_optimizer)
   trainable, frozen = partition.split(state.critic, config.frozen_critic)

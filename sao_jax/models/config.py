@@ -78,7 +78,7 @@ class RopeScaling:
 
   @property
   def cos_factor(self) -> float:
-    """yarn: factor of cos and sin."""
+    """YaRN's attention factor, which multiplies cos and sin."""
     if self.attention_factor is not None:
       return self.attention_factor
     if self.mscale and self.mscale_all_dim:

@@ -11,9 +11,8 @@ Bootstrap: `bootstrap_value` is the value of the state after a segment's last AC
 really ended. Its shape decides its meaning:
   `[]`   one value for every segment;
   `[T]`  one per token, read at each segment's last action token only;
-  `[S]`  one per segment (only with `segment_ids`): entry s belongs to segment id s. Entry 0 (padding) is unused, so S
-  is
-         at least the largest id + 1. If S = T, the values are taken per token.
+  `[S]`  one per segment (only with `segment_ids`): entry s belongs to segment id s. Entry 0 (padding) is unused, so
+         S is at least the largest id + 1. If S = T, the values are taken per token.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class HFTokenizer:
       raise ValueError(f"stop_tokens must be one or more tokens of the vocabulary; received {list(stop_tokens)}, "
                        f"unknown: {unknown}.")  # fmt: skip
     if self.decode(self.encode("x") + self.encode("x")) != "xx":
-      raise ValueError("the tokenizer must encode a text that goes on like one that begins; it adds a space to each.")
+      raise ValueError("the tokenizer adds a space before every text, so observations would gain spaces.")
     self.stop_tokens = tuple(stop_tokens)
     self.stop_ids: tuple[int, ...] = tuple(i for i in ids if i is not None)
 

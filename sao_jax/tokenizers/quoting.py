@@ -37,7 +37,7 @@ def quote(content: Any, control_tokens: Sequence[str]) -> Any:
 
 
 def split(text: str) -> Iterator[tuple[str, bool]]:
-  """Splits a text into pieces without marks; yields `(piece, is_quoted)` in order."""
+  """Splits a text at its marks; yields `(piece, is_quoted)` in order, with the marks removed."""
   for i, piece in enumerate(_QUOTED.split(text)):
     if i % 2:
       yield _MARKS.get(piece, piece), True

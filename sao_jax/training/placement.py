@@ -207,7 +207,8 @@ class Placement:
   def exchange(self, value: Any) -> list[Any]:
     """Gathers a JSON value from every process, in the order of the processes.
 
-    All processes must call it, on the learner's thread. The engine's programs wait for it, as for a learner step.
+    All processes must call it, on the learner's thread. Engine programs on the same devices are not dispatched
+    meanwhile.
     """
     if jax.process_count() == 1:
       return [value]

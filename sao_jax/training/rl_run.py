@@ -109,9 +109,9 @@ class RLRun:
 
   @contextlib.contextmanager
   def generating(self, state: LearnerState) -> Iterator[None]:
-    """Publishes the weights and lets the schedule generate inside the block.
+    """Publishes the weights, and lets the schedule generate inside the block.
 
-    The engine serves one caller at a time: evaluations belong outside the block.
+    The engine serves one caller at a time. Run evaluations outside the block.
     """
     title = f"{self.config.algorithm}, {self.config.schedule}"
     with contextlib.closing(self.schedule), self._console.stage(title, self.config.num_steps) as self._bar:

@@ -50,14 +50,14 @@ def _learner_mesh(config: MeshConfig, devices: list[jax.Device]) -> Mesh:
 
 
 def split_devices(config: MeshConfig, rollout: RolloutMeshConfig, count: int) -> tuple[int, int]:
-  """Divides devices between learner and engines; returns the number of the learner's, and that of each engine.
+  """Divides devices between learner and engines; returns the numbers for the learner and for each engine.
 
   >>> split_devices(MeshConfig(data=4), RolloutMeshConfig(placement="split", num_engines=2, tensor=2), 8)
   (4, 2)
 
   Args:
     config: the learner's mesh.
-    rollout: the engines' meshes. One axis of the two may be -1: what the other leaves.
+    rollout: the engines' meshes. Only one of the two meshes may have an axis of -1; it takes what the other leaves.
     count: number of devices.
 
   Raises:
@@ -76,8 +76,8 @@ def split_devices(config: MeshConfig, rollout: RolloutMeshConfig, count: int) ->
       most = (count - 1) // engines
       limit = f"at most {most} devices each" if most else f"at most {count - 1} engines"
       raise ValueError(
-        f"rollout_mesh must leave a device for the learner: {engines} engines of {size} devices take all of {count}. "
-        f"Allowed: {limit}."
+        f"rollout_mesh must leave at least one of {count} devices for the learner; received {engines} engines of "
+        f"{size} devices. Allowed: {limit}."
       )
   elif size is None:
     rest = count - learner

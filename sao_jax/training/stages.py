@@ -106,7 +106,7 @@ class StageRun:
 def warm_start(
   parts: Components, workdir: pathlib.Path, console: Console, signals: StopSignals, *, run: bool = True
 ) -> Params:
-  """Stage 1: the policy imitates demonstrations (cross-entropy on action tokens). Returns its parameters.
+  """Trains the policy on demonstrations by cross-entropy on action tokens (stage 1). Returns its parameters.
 
   Args:
     parts: the run's parts.

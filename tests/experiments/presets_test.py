@@ -45,7 +45,7 @@ PAPER = {
   "learner.values_from": "updated", "learner.discount": 1.0, "learner.temperature": 1.0, "engine.temperature": 1.0,
   "policy.model_type": "qwen3_moe", "engine.max_len": 131_072, "learner.row_length": 131_072,
 }  # fmt: skip
-"""METHOD.md, "Training settings", what both columns share."""
+"""The paper's training settings: what both experiments share."""
 SETTINGS = {
   "tir": {**PAPER, "learner.eps_low": 0.3, "learner.eps_high": 5.0, "engine.max_turns": 50},
   "coding": {**PAPER, "learner.eps_low": 0.8, "learner.eps_high": 3.0, "engine.max_turns": 300},

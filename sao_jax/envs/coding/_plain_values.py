@@ -71,5 +71,5 @@ def _build(node: Any) -> Any:
 
 def _text(content: Any) -> str:
   if not isinstance(content, str):
-    raise ValueError("the content of a number or of bytes must be a string")
+    raise ValueError(f"the content of a number or of bytes must be a string; received {content!r:.200}")
   return content

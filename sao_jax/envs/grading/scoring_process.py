@@ -123,9 +123,7 @@ class WorkerPool:
 
 
 def shared_pool(module: str, *, max_workers: int = 3, memory_bytes: int = 1 << 30) -> WorkerPool:
-  """Returns the pool for a module that all environments of this process share.
-
-  The processes of the pool end with this one.
+  """Returns the worker pool of `module`, shared by all environments of this process. Its workers end with it.
   """
   return _shared_pool(module, max_workers, memory_bytes, os.getpid())
 

@@ -76,7 +76,7 @@ class PythonToolConfig:
     for name in ("cpu_s", "session_cpu_s", "memory_mb", "max_processes", "scratch_mb", "max_output_bytes", "pool_size"):
       value = getattr(self, name)
       if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1; received {value!r}.")
+        raise ValueError(f"PythonToolConfig.{name} must be an integer >= 1; received {value!r}.")
     if not self.wall_s > 0:
       raise ValueError(f"wall_s must be > 0; received {self.wall_s!r}.")
     if self.traceback_frames < 0:

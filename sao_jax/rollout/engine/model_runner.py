@@ -259,13 +259,13 @@ class ModelRunner:
     self._submit(write)
 
   def swap_is_cheaper(self, params: Params, num_tokens: int) -> bool:
-    """Whether swapping pages out and in is cheaper than computing their `num_tokens` tokens again.
+    """Whether swapping `num_tokens` tokens of the cache to the host and back is cheaper than recomputing them.
 
       fixed cost + 2 · bytes · (cost per byte) < 2 · parameters · num_tokens   (all in FLOPs of prefill)
 
-    The costs on a CPU were measured on two cores (benchmark `kv_cache`). Those of an accelerator are estimates: 300
-    TFLOP/s, and 20 GB/s to the host. Parameters include the experts that a token skips, so mixtures of experts are
-    swapped somewhat early.
+    `bytes` is the size of the cached pages, `parameters` that of the model. The costs on a CPU were measured on two
+    cores (benchmark `kv_cache`). Those of an accelerator are estimates: 300 TFLOP/s, and 20 GB/s to the host.
+    Parameters include the experts that a token skips, so mixtures of experts are swapped somewhat early.
     """
     page_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(self._cache))
     parameters = sum(x.size for x in jax.tree.leaves(params))

@@ -77,8 +77,8 @@ class RayConnection:
         self.lost = True
         host, port = self._head
         raise ConnectionError(
-          f"the head of the Ray cluster, {host}:{port}, was unreachable for ClusterConfig.head_timeout_s = "
-          f"{self._config.head_timeout_s}: {error}"
+          f"the head of the Ray cluster, {host}:{port}, was unreachable for {self._config.head_timeout_s} s "
+          f"(ClusterConfig.head_timeout_s): {error}"
         ) from error
 
   def close(self) -> None:
