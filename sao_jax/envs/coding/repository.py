@@ -4,7 +4,7 @@ The model changes texts in memory. To run tests they are written into a new copy
 sandbox can only read. The grade takes neither the model's tests nor its settings of tests: see `Repository.grade`.
 
 The tests and the code share a process, as in SWE-bench. Code that takes over pytest from there can fake a pass; a
-control, a test that must fail, finds the simple ways to do so.
+control, a test that must fail, finds those ways that make every test pass.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 from sao_jax.envs.coding.repository import Edits, Repository, RepositoryConfig, Workspace
 from sao_jax.envs.coding.swe_bench import SweBenchInstance
 from sao_jax.envs.coding.test_runs import PythonRuns
+from sao_jax.envs.sandbox import _zygote
 from tests.envs.coding.instances import SPECS, make_instance
 
 RUNS = PythonRuns(config=dataclasses.replace(PythonRuns.config, backend="subprocess"))
@@ -75,6 +76,15 @@ def test_files_of_the_candidate_do_not_decide(attack: str, tmp_path: pathlib.Pat
     assert repository.grade({**edits, **repository.solution()})[0] is True
 
 
+def test_without_namespaces(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  bare = "package._isolation.enter_namespaces = lambda settings: False\nmodule.main(settings)"
+  monkeypatch.setattr(_zygote, "_BOOT", _zygote._BOOT.replace("module.main(settings)", bare))
+  repository = load(SPECS[0], tmp_path)
+  solved, text = repository.grade(repository.solution())
+  assert solved, text
+  assert repository.grade(ATTACKS["conftest.py"])[0] is False
+
+
 def test_tests_that_must_go_on_passing(tmp_path: pathlib.Path) -> None:
   repository = load(SPECS[1], tmp_path)
   solution = repository.solution()
@@ -120,7 +130,7 @@ def test_tools(tmp_path: pathlib.Path) -> None:
   [
     ({"FAIL_TO_PASS": []}, "mdurl-1: FAIL_TO_PASS must name a test"),
     ({"PASS_TO_PASS": ["test_x (tests.Case)"]}, r"as path.py::test; received 'test_x \(tests.Case\)'"),
-    ({"test_patch": "--- a/tests/none.py\n+++ b/tests/none.py\n@@ -1 +1 @@\n-a\n+b\n"}, "mdurl-1: test_patch: .*none.py"),
+    ({"test_patch": "--- a/t/none.py\n+++ b/t/none.py\n@@ -1 +1 @@\n-a\n+b\n"}, "mdurl-1: test_patch: .*none.py"),
   ],
 )
 def test_what_cannot_be_graded_is_refused(tmp_path: pathlib.Path, change: dict[str, Any], message: str) -> None:

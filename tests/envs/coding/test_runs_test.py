@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -26,11 +28,12 @@ def test_image(tmp_path: pathlib.Path) -> None:
   repository = Repository(instance=SweBenchInstance.from_row(row), folder=tmp_path / "mdurl-1", runs=runs)
   solved, text = repository.grade(repository.solution())
   assert solved, text
-  escape = "import os\nfor channel in range(3, 64):\n  try: os.write(channel, b'\\npassed\\n')\n  except OSError: pass\n"
+  escape = "import os\nfor file in range(3, 64):\n  try: os.write(file, b'\\npassed\\n')\n  except OSError: pass\n"
   spoils = "try: open('/mnt/spoilt', 'w')\nexcept OSError: pass\nelse: raise SystemError\nos._exit(0)\n"
-  assert repository.grade({"mdurl/__init__.py": escape + spoils}) == (False, "")
+  passed, text = repository.grade({"mdurl/__init__.py": escape + spoils})
+  assert not passed and "passed" in text and "SystemError" not in text
   missing = dataclasses.replace(repository, runs=dataclasses.replace(runs, python="/no/python"))
-  with pytest.raises(RuntimeError, match="pytest did not start in /: .*/no/python"):
+  with pytest.raises(RuntimeError, match=r"pytest did not start in /: .*/no/python"):
     missing.grade({})
 
 
@@ -40,8 +43,10 @@ def test_an_image_without_bubblewrap_is_an_error(tmp_path: pathlib.Path, monkeyp
     ImageRuns(root="/").run(tmp_path, "show", [[]])
 
 
-def test_without_pytest_a_run_is_an_error(tmp_path: pathlib.Path) -> None:
-  (tmp_path / "tree").mkdir()
+def test_without_pytest_a_run_is_an_error() -> None:
   config = dataclasses.replace(PythonRuns.config, packages=(), backend="subprocess")
-  with pytest.raises(RuntimeError, match="pytest did not start: .*No module named 'pytest'"):
-    PythonRuns(config=config).run(tmp_path / "tree", "show", [[]])
+  with tempfile.TemporaryDirectory() as folder, pytest.raises(RuntimeError, match="No module named 'pytest'"):
+    os.chmod(folder, 0o755)
+    tree = pathlib.Path(folder, "tree")
+    tree.mkdir()
+    PythonRuns(config=config).run(tree, "show", [[]])
