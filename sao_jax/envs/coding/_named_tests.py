@@ -31,12 +31,12 @@ class _Watcher:
       self.passed.add(report.nodeid)
 
 
-def enter(root: str) -> None:
+def enter(root: str, scratch: str) -> None:
   """Goes to the root of the repository and puts it first in the path, as `python -m pytest` does."""
   os.chdir(root)
   sys.dont_write_bytecode = True
   sys.path.insert(0, root)
-  os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+  os.environ.update(PYTHONDONTWRITEBYTECODE="1", TMPDIR=scratch)  # Without namespaces, /tmp is not writable.
 
 
 def _arguments(root: str, scratch: str) -> list[str]:
@@ -48,7 +48,7 @@ def show(root: str, scratch: str, arguments: Sequence[str], tell: Callable[[str]
   del tell
   import pytest
 
-  enter(root)
+  enter(root, scratch)
   pytest.main([*_arguments(root, scratch), *arguments])
 
 
@@ -67,7 +67,7 @@ def grade(
   """
   import pytest
 
-  enter(root)
+  enter(root, scratch)
   watcher = _Watcher([*names, control])
   paths = dict.fromkeys(name.partition("::")[0] for name in (*names, control))
   files = [path for path in paths if os.path.exists(path)]
