@@ -39,4 +39,20 @@ def test_an_agent_solves_an_instance_with_the_tools(tmp_path):
     repository.make_domain(**{**options, "folders": None})
   with pytest.raises(ValueError, match="there is no folder"):
     repository.make_domain(**{**options, "folders": str(path)})
+  with pytest.raises(ValueError, match="packages of the tool must hold 'pytest'"):
+    repository.make_domain(**options, tool={"packages": ("numpy",)})
   domain.close()
+
+
+def test_images_hold_the_repository_in_a_folder(tmp_path):
+  write_tokenizer(tmp_path)
+  rows = [make_instance(spec, tmp_path / "made") for spec in SPECS[:2]]
+  for row in rows:
+    (tmp_path / "images" / row["instance_id"]).mkdir(parents=True)
+    (tmp_path / "made" / row["instance_id"]).rename(tmp_path / "images" / row["instance_id"] / "src")
+  path = tmp_path / "instances.jsonl"
+  path.write_text("\n".join(map(json.dumps, rows)))
+  options = {"checkpoint": str(tmp_path), "train": str(path), "images": str(tmp_path / "images")}
+  assert "is wrong" in repository.make_domain(**options, image={"folder": "/src"}).make_env("eval").reset(0)
+  with pytest.raises(ValueError, match=r"there is no folder '.*/mdurl-1/testbed'"):
+    repository.make_domain(**options)
