@@ -17,8 +17,9 @@ from sao_jax.training import memory, pretrained
 from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, RunConfig
 from sao_jax.training.run_meshes import make_run_meshes
 
-SHARE = 0.8
-"""Share of the free memory that a choice may fill by the estimate, which is a rough one."""
+SHARE = 0.75
+"""Share of a device's memory that a choice may fill by the estimate, which is a rough one. What is free at the moment
+does not count, so that the same command makes the same choice when a run is resumed."""
 _VALUE_OPTIMIZER = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)
 
 
@@ -59,7 +60,7 @@ def config_for(
 ) -> RunConfig:
   """Makes the config of an SAO run that starts from a checkpoint, with the paper's hyper-parameters.
 
-  The length of a trajectory, the engine's slots and the mesh are the largest that fit into the devices' free memory, by
+  The length of a trajectory, the engine's slots and the mesh are the largest that fit into the devices' memory, by
   `memory.needs` and `memory.activations`: first the length is as long as possible, then there are as many slots as
   possible, then the parameters are split over as few devices as possible. If nothing fits, the smallest sizes are
   returned, which the run refuses with a message.
@@ -107,12 +108,12 @@ def _meshes(num_devices: int) -> Iterator[MeshConfig]:
 
 def _fits(config: RunConfig, shapes: memory.Shapes) -> bool:
   mesh, _ = make_run_meshes(config.mesh, config.rollout_mesh)
-  free = memory.available(mesh)
+  size = memory.available(mesh, total=True)
   try:
     needed = sum(memory.needs(config, mesh, mesh, shapes).values())
   except ValueError:  # the mesh cannot split a parameter
     return False
-  return free is None or needed + memory.activations(config, mesh) <= SHARE * free
+  return size is None or needed + memory.activations(config, mesh) <= SHARE * size
 
 
 def _config(

@@ -104,26 +104,35 @@ def activations(config: RunConfig, mesh: Mesh) -> int:
   return tokens * (kept + 2 * layer) * model.compute_dtype.itemsize + logits
 
 
-def available(mesh: Mesh) -> int | None:
-  """Returns the bytes that are free for each device of the mesh on this host; None where that cannot be read.
+def available(mesh: Mesh, *, total: bool = False) -> int | None:
+  """Returns the bytes for each device of the mesh on this host; None where that cannot be read.
 
   CPU devices share the host's memory.
+
+  Args:
+    mesh: the devices.
+    total: False counts what is free now, True all that this process could have.
   """
   devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
   if devices[0].platform == "cpu":
-    free = host_available()
-    return None if free is None else free // len(devices)
+    found = host_memory(total=total)
+    return None if found is None else found // len(devices)
   statistics = [device.memory_stats() or {} for device in devices]
   if not all("bytes_limit" in found for found in statistics):
     return None
-  return min(found["bytes_limit"] - found.get("bytes_in_use", 0) for found in statistics)
+  return min(found["bytes_limit"] - (0 if total else found.get("bytes_in_use", 0)) for found in statistics)
 
 
-def host_available() -> int | None:
-  """Returns the bytes of memory that this process may still use, by the kernel and by its cgroup; None if unknown."""
+def host_memory(*, total: bool = False) -> int | None:
+  """Returns the host's memory in bytes, by the kernel and by this process's cgroup; None if it cannot be read.
+
+  Args:
+    total: False counts what is free now.
+  """
+  wanted = "MemTotal:" if total else "MemAvailable:"
   try:
     lines = pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    size = next(int(line.split()[1]) * 1024 for line in lines if line.startswith(wanted))
   except (OSError, StopIteration):
     return None
   group = pathlib.Path("/sys/fs/cgroup")
@@ -131,8 +140,8 @@ def host_available() -> int | None:
     limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
     cached = next(int(x.split()[1]) for x in (group / "memory.stat").read_text().splitlines() if x.startswith("file "))
   except (OSError, ValueError, StopIteration):
-    return free  # no limit that could be read
-  return free if limit == "max" else min(free, int(limit) - used + cached)
+    return size  # no limit that could be read
+  return size if limit == "max" else min(size, int(limit) - (0 if total else used - cached))
 
 
 def check(config: RunConfig, mesh: Mesh, engine_mesh: Mesh, *, learning: bool = True) -> None:

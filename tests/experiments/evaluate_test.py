@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from absl import app, flags
 
 from experiments import evaluate
-from experiments.support import benchmark_sets
+from experiments.support import benchmark_sets, chaos_run
 from experiments.support.fingerprint import fingerprint
 from sao_jax import models
 from sao_jax.io import trajectories as trajectory_io
@@ -73,10 +74,33 @@ def test_what_is_no_benchmark_is_refused(tmp_path):
     benchmark_sets.published_fields("HMMT", data)
   assert benchmark_sets.published_fields("IMOAnswerBench", with_mark(data)) == ("Problem", "Short Answer")
   common = {"checkpoint": "", "max_turns": 1, "tool": False}
-  with pytest.raises(ValueError, match="data must name the JSONL file of HMMT"):
+  with pytest.raises(ValueError, match="data must name the JSONL or CSV file of HMMT"):
     benchmark_sets.make_domain(benchmark="HMMT", data=None, **common)
   with pytest.raises(ValueError, match="data must be left out"):
     benchmark_sets.make_domain(benchmark="reasoning_gym:lcm", data=data, **common)
+
+
+def test_problems_of_ones_own(tokenizer_directory, tmp_path):  # noqa: F811
+  pytest.importorskip("math_verify")
+  data = write(tmp_path / "x.jsonl", [{"question": "1 + 1?", "answer": 2}, {"question": "2 + 2?", "answer": 4}])
+  domain = benchmark_sets.make_domain(
+    benchmark=None, checkpoint=tokenizer_directory, data=data, max_turns=1, tool=False
+  )
+  assert domain.num_eval_tasks == 2 and "2 + 2?" in domain.make_env("eval").reset(1)
+  domain.close()
+  assert benchmark_sets.default_runs(None) == 1
+  other = write(tmp_path / "y.jsonl", [{"text": "1 + 1?", "answer": 2}])
+  with pytest.raises(ValueError, match="lines of your problems must have 'problem' and 'answer' or 'question' and"):
+    benchmark_sets.published_fields(None, other)
+
+
+def test_a_run_is_evaluated_on_another_file_if_its_task_reads_one(tmp_path):
+  config = chaos_run.make_config("sync", num_steps=1)
+  with pytest.raises(ValueError, match="--data needs a run whose task has the option held_out; received 'experiments"):
+    evaluate.with_problems(config, "x.jsonl")
+  env = dataclasses.replace(config.env, options={"train": "a.jsonl", "held_out": None})
+  changed = evaluate.with_problems(dataclasses.replace(config, env=env), "x.jsonl")
+  assert changed.env.options == {"train": "a.jsonl", "held_out": "x.jsonl"}
 
 
 @pytest.mark.timeout(600)
@@ -162,7 +186,7 @@ def test_every_flag_is_of_runs_or_of_benchmarks(monkeypatch):
   for kind in ("string", "integer", "float", "bool", "enum"):
     monkeypatch.setattr(flags, f"DEFINE_{kind}", lambda name, *_, **__: defined.add(name))
   evaluate.define_flags()
-  assert defined == {*evaluate.OF_RUNS, *evaluate.OF_BENCHMARKS, "workdir", "checkpoint"}
+  assert defined == {*evaluate.OF_RUNS, *evaluate.OF_BENCHMARKS, "workdir", "checkpoint", "data"}
 
 
 @pytest.mark.parametrize("size", [10, 3 * 2**24 + 5])

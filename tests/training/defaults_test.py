@@ -39,10 +39,10 @@ def test_less_memory_gives_fewer_slots_then_shorter_rows_and_what_is_given_is_ke
       mesh, _ = defaults.make_run_meshes(config.mesh, config.rollout_mesh)
       sizes[length, slots] = sum(memory.needs(config, mesh, mesh).values()) + memory.activations(config, mesh)
   for (length, slots), need in sizes.items():
-    monkeypatch.setattr(memory, "host_available", lambda need=need: int(need / defaults.SHARE) + 1)
+    monkeypatch.setattr(memory, "host_memory", lambda total, need=need: int(need / defaults.SHARE) + 1)
     found = defaults.config_for(folder)
     assert (found.engine.max_len, found.engine.num_slots) == (length, slots)
-  monkeypatch.setattr(memory, "host_available", lambda: 1_000)  # nothing fits
+  monkeypatch.setattr(memory, "host_memory", lambda total: 1_000)  # nothing fits
   found = defaults.config_for(folder)
   assert (found.engine.max_len, found.engine.num_slots) == (256, 8)
   found = defaults.config_for(folder, max_len=100, num_slots=2, mesh=MeshConfig(data=1), max_turns=3)

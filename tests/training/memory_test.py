@@ -50,13 +50,14 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(monkeyp
     Components(large, digits.make_domain())
   # The rollout engine's cache alone is too large.
   engine = dataclasses.replace(config.engine, num_slots=2**16)
-  monkeypatch.setattr(memory, "host_available", lambda: 100_000_000)
+  monkeypatch.setattr(memory, "host_memory", lambda total: 100_000_000)
   with pytest.raises(ValueError, match=r"cache of the engine: use a smaller engine\.cache_tokens"):
     Components(dataclasses.replace(config, engine=engine), digits.make_domain())
-  monkeypatch.setattr(memory, "host_available", lambda: None)  # unknown: nothing is refused
+  monkeypatch.setattr(memory, "host_memory", lambda total: None)  # unknown: nothing is refused
   memory.check(large, *[Components(config, digits.make_domain()).placement.mesh] * 2)
 
 
 def test_the_memory_of_the_host_is_read():
-  free = memory.host_available()
-  assert free is None or 10_000_000 < free < 10**15
+  free, total = memory.host_memory(), memory.host_memory(total=True)
+  assert (free is None) == (total is None)
+  assert free is None or 10_000_000 < free <= total < 10**15
