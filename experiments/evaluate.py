@@ -29,7 +29,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from experiments.support import benchmark_sets, command, config_flags
+from experiments.support import benchmark_sets, command, config_flags, recorded_config
 from experiments.support.fingerprint import fingerprint
 from experiments.tasks.factory import make_domain
 from sao_jax import models
@@ -142,7 +142,7 @@ def evaluate_run(
     CheckpointError: there is no intact checkpoint of this step.
     TooManyFailuresError: every episode failed.
   """
-  config = config_flags.from_config_dict(RunConfig, json.loads((workdir / "config.json").read_bytes()))
+  config = recorded_config.read(workdir)
   if data is not None:
     config = with_problems(config, data)
   with Components(config, make_domain(config), learning=False) as parts:

@@ -9,18 +9,16 @@ has no files, is exported without one.
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Sequence
 
 import jax
 from absl import app, flags, logging
 
-from experiments.support import command, config_flags
+from experiments.support import command, recorded_config
 from sao_jax import models
 from sao_jax.models.config import DTYPES
 from sao_jax.training import export, pretrained
-from sao_jax.training.config import RunConfig
 from sao_jax.training.trainer import tokenizer_source
 
 
@@ -62,7 +60,7 @@ def export_run(
     ValueError: the run holds no checkpoint.
     CheckpointError: there is no intact checkpoint of this step.
   """
-  config = config_flags.from_config_dict(RunConfig, json.loads((workdir / "config.json").read_bytes()))
+  config = recorded_config.read(workdir)
   shapes = jax.eval_shape(lambda: models.init_policy(config.policy, jax.random.key(0)))
   step, params = pretrained.restore_policy(workdir, shapes, step=step)
   source = tokenizer_source(config)

@@ -33,7 +33,7 @@ def make_scorer(
     output = policy_apply(params, tokens, positions, jnp.ones_like(tokens))
     logp, _ = logprobs.masked_token_logprobs(
       masking.align_predictions(output.hidden), output.lm_head, tokens, positions > 0,
-      temperature=temperature, chunk_size=chunk_size,
+      temperature=temperature, chunk_size=chunk_size, num_tokens=output.num_tokens,
     )  # fmt: skip
     return logp
 

@@ -313,7 +313,10 @@ def update_policy(
     policy_empty=state.counters.policy_empty + jnp.sum(empty),
   )
   metrics = _policy_metrics(config, batch, adv, outputs, jnp.any(low, axis=0), jnp.any(high, axis=0))
-  metrics |= _engine_agreement(batch, outputs.logp if old_logp is None else old_logp, state.version)
+  own = old_logp
+  if old_logp is None or config.old_policy == "rollout":  # In the latter, `old_logp` is the engine's own.
+    own = outputs.logp if config.policy_minibatches == 1 else None
+  metrics |= _engine_agreement(batch, own, state.version)
   metrics |= {"policy_loss": jnp.mean(losses), "policy_grad_norm": jnp.mean(norms)}
   return state._replace(policy=params, policy_opt=opt_state, counters=counters), metrics
 
@@ -402,14 +405,21 @@ def _policy_metrics(
   }
 
 
-def _engine_agreement(batch: TokenBatch, logp: Float[Array, "M B T"], version: Int32[AnyArray, ""]) -> Metrics:
+def _engine_agreement(
+  batch: TokenBatch, logp: Float[Array, "M B T"] | None, version: Int32[AnyArray, ""]
+) -> Metrics:
   """Compares the engine's log-probs with the learner's, where both have the same weights (staleness 0).
+
+  Args:
+    batch: the step's batch.
+    logp: the learner's log-probs before its first update; None if they are not computed.
+    version: of the learner's weights.
 
   Returns:
     `logprob_error`, the mean absolute difference in nats (0 without such tokens), and `logprob_error_tokens`, their
     number.
   """
-  if batch.version is None:
+  if batch.version is None or logp is None:
     return {"logprob_error": jnp.full((), jnp.nan), "logprob_error_tokens": jnp.zeros(())}
   fresh = batch.action_mask & (batch.version == version)
   error = jnp.where(fresh, jnp.abs(logp - batch.behavior_logp), 0.0)

@@ -99,6 +99,7 @@ def cached_on_mesh(
     step=on_mesh(step, mesh),
     lm_head=policy.lm_head,
     num_tokens=policy.num_tokens,
+    paged=policy.paged if mesh.size == 1 else None,
     merge=merge,
     placement=SlotPlacement(
       slots=NamedSharding(mesh, slots),

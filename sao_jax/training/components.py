@@ -69,7 +69,7 @@ class Components:
         f"received {config.policy.vocab_size}."
       )
     check_processes(config, jax.process_count())
-    if config.cluster.num_engines and make_domain is None:
+    if learning and config.cluster.num_engines and make_domain is None:
       raise ValueError("cluster.num_engines > 0 needs make_domain: each engine makes its own domain; received None.")
     self.config = config
     self.domain = domain
@@ -197,6 +197,8 @@ class Components:
     config = self.config
     if config.cluster.num_engines:
       assert self._make_domain is not None, "checked when made"
+      if self._ray_engines is not None:  # of an earlier `Trainer.train`
+        self._ray_engines.close()
       store = WeightStore(self.placement.for_workers)
       self._ray_engines = RayEngines(config, self._make_domain, self.placement, store)
       engine: AsyncEngine | None = self._ray_engines.cluster

@@ -84,7 +84,7 @@ def train(
     run_stages: which stages to run; those before them must have been run in this workdir.
     console: where to report.
     make_domain: makes the task again, in the processes of the engines of `config.cluster`; must be picklable.
-    loggers: further places for the metrics of RL, such as `io.loggers.CallbackLogger`; closed at the end.
+    loggers: further places for the metrics of RL, such as `io.loggers.CallbackLogger`; closed at the end of RL.
 
   Returns:
     The summary that is also written to `summary.json`. None if RL was not run to its end: it was not among

@@ -175,7 +175,7 @@ def _check_devices(mesh: Mesh, found: Mapping[str, int]) -> None:
 
 
 def _engine_weights(config: RunConfig, policy: Params, mesh: Mesh) -> int:
-  if config.has_embedded_engines:
+  if config.remote.url is None:
     policy = jax.eval_shape(functools.partial(cast_for_engine, dtype=config.policy.compute_dtype), policy)
   return _bytes(policy, mesh, RULES if config.rollout_mesh.follows_learner else ENGINE_RULES)
 

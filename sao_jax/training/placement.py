@@ -50,7 +50,7 @@ class Placement:
     self._check(config)
     self._rules = parallel.rules.RULES if config.rollout_mesh.follows_learner else parallel.rules.ENGINE_RULES
     self._compute_dtype = config.policy.compute_dtype
-    self._dtype = self._compute_dtype if config.has_embedded_engines else None
+    self._dtype = self._compute_dtype if config.remote.url is None else None
     self._lock = threading.RLock()
     self._engine_locks = [threading.RLock() if self._split else self._lock for _ in self.engine_meshes]
     self._copies: Any = None

@@ -118,6 +118,7 @@ class RLRun:
       self._bar.advance(self._start)
       self.weights.publish(state.policy, self._start)
       self._metrics.start()
+      self._evaluate_between(self._start, state)  # A signal may have ended the run before it was done.
       yield
       self._metrics.stop()
     self._checkpointer.wait()  # what is evaluated is saved, whatever becomes of the evaluation
@@ -160,9 +161,6 @@ class RLRun:
     row = self._metrics.row(step, trajectories, {**metrics, **found}, self.schedule)
     self._log.step(step, row)
     self._bar.advance(note=self._metrics.note(row))
-    every = self.config.eval_every_steps
-    if every and step % every == 0 and step < self.config.num_steps:
-      self._evaluate_between(step, state)
     saved = step % self.config.checkpoint.every_steps == 0 or step == self.config.num_steps
     if self.config.logging.trajectories == "all":
       self._log.samples(step, trajectories)
@@ -177,6 +175,7 @@ class RLRun:
       raise
     for callback in self._callbacks:
       callback(step, row, trajectories)
+    self._evaluate_between(step, state)
 
   def evaluate(self, state: LearnerState, step: int) -> None:
     """Writes the success on held-out tasks after `step` learner steps, unless it is written already.
@@ -196,12 +195,13 @@ class RLRun:
     self._write_evaluation(step, result, time.monotonic() - began)
 
   def _evaluate_between(self, step: int, state: LearnerState) -> None:
-    """Writes the success on held-out tasks during RL, with the weights published after `step`.
+    """Writes the success on held-out tasks during RL, with the weights published after `step`, when that is due.
 
     The learner waits. An asynchronous engine keeps running, and training episodes that have started go on.
     """
-    n = self.config.eval_episodes
-    if not n or self._log.evaluated(step):
+    n, every = self.config.eval_episodes, self.config.eval_every_steps
+    due = n and every and step % every == 0 and 0 < step < self.config.num_steps
+    if not due or self._log.evaluated(step):
       return
     began = time.monotonic()
     requests = evaluation.held_out_requests(self.parts.domain, n)
