@@ -29,7 +29,8 @@ class EngineConfig:
   """Number of live episodes, >= `num_slots`; None: `num_slots`. With more episodes than slots, others decode while a
   sequence waits for its environment."""
   page_size: int = 16
-  """Tokens per page of the KV cache. Prompts share whole pages only. On TPUs use 64 or more."""
+  """Tokens per page of the KV cache: at most 16, or a multiple of 16. Prompts share whole pages only. On TPUs use 64 or
+  more."""
   cache_tokens: int | None = None
   """Size of the KV cache in tokens, >= `num_streams * max_len`; None: `num_slots * max_len`. If it is full, the pages
   of waiting sequences are swapped out to the host, or recomputed later, whichever is cheaper."""
@@ -67,7 +68,9 @@ class EngineConfig:
   env_timeout_s: float | None = 120.0
   """A `reset` or `step` that takes longer fails its episode; None: no limit. Inline calls cannot be interrupted."""
   recompute_cache_on_update: bool = False
-  """Whether to recompute the keys and values of live contexts after a weight update; otherwise they are kept."""
+  """Whether to recompute the keys and values of live contexts after a weight update; otherwise they are kept. It takes
+  as many steps as the contexts have times `token_budget` tokens. If weights change faster, the last in line never get
+  there."""
   max_observation_chars: int = 1_000_000
   """A longer observation or prompt fails its episode before it is tokenised."""
   max_abs_reward: float = 1e6
@@ -91,6 +94,8 @@ class EngineConfig:
     for name in (*positive, "max_observation_chars"):
       if getattr(self, name) < 1:
         raise ValueError(f"EngineConfig.{name} must be >= 1; received {getattr(self, name)}.")
+    if self.page_size > 16 and self.page_size % 16:
+      raise ValueError(f"EngineConfig.page_size must be at most 16, or a multiple of 16; received {self.page_size}.")
     if self.num_episodes is not None and self.num_episodes < self.num_slots:
       raise ValueError(
         f"EngineConfig.num_episodes must be >= num_slots = {self.num_slots} or None; received {self.num_episodes}."

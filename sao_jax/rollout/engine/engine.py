@@ -266,9 +266,11 @@ class Engine:
         else:
           stop.wait(_IDLE_WAIT_S)
     finally:
-      live.abandon_all()
-      self._busy_since = None
-      self._driving.release()
+      try:
+        live.abandon_all()
+      finally:
+        self._busy_since = None
+        self._driving.release()
 
   def _record_busy(self, busy: bool) -> None:
     """Adds the time with device work in flight, once there is none left. `busy`: there was some until now."""

@@ -111,7 +111,7 @@ class LiveEpisodes:
     self._environments.abandon_all()
     self._running.clear()
     for runner in self._runners:
-      runner.flush()
+      runner.discard()
     self._ended.clear()
     self._failures.clear()
     for sequence in self._sequences:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -273,6 +273,11 @@ class ModelRunner:
     num_pages = -(-num_tokens // self._page_size)
     return per_copy + 2 * num_pages * page_bytes * per_byte < 2.0 * parameters * num_tokens
 
+  def discard(self) -> None:
+    """Waits until all submitted calls are dispatched, or have failed: whoever fetches their results gets the error."""
+    pending, self._pending = self._pending, []
+    wait(pending)
+
   def flush(self) -> None:
     """Waits until all submitted calls are dispatched, and raises their exceptions."""
     pending, self._pending = self._pending, []
@@ -307,10 +312,11 @@ class ModelRunner:
     ), None))  # fmt: skip
 
   def _decode(self, params: Params, rows: Sequence[Row], key: jax.Array) -> Future[jax.Array]:
-    """Dispatches the decode loop of rows that are sorted by length, the longest first."""
+    """Dispatches the decode loop of rows. Where there are two groups, they are sorted by length, the longest first."""
     steps, size = self._spec.chunk_steps, self._num_slots // self._num_groups
-    needs = [rows[i].start + len(rows[i].tokens) - 1 + steps if i < len(rows) else 0 for i in range(0, size * 2, size)]
-    buckets = [bucket(self._buckets, -(-need // self._page_size)) for need in needs[: self._num_groups]]
+    ends = [row.start + len(row.tokens) - 1 + steps for row in rows]
+    needs = [max(ends[i * size : (i + 1) * size], default=0) for i in range(self._num_groups)]
+    buckets = [bucket(self._buckets, -(-need // self._page_size)) for need in needs]
     # The last steps of a loop may pass the end of the longest contexts.
     lens = [n * self._page_size + (steps if n == self._buckets[-1] else 0) for n in buckets]
     live_lens = tuple(lens) if len(set(lens)) > 1 else (lens[0],)

@@ -78,11 +78,13 @@ class Scheduler:
     computed_prefixes: list[tuple[Sequence, int, list[bytes]]] = []
     computing: set[bytes] = set()
     tokens_left = self._config.token_budget
+    waiting = sorted((x for x in self._sequences if x.status is Status.ENV and x.pages), key=lambda x: x.since)
     for i, sequence in enumerate(line):
       if len(rows) == self._num_rows:
         break
-      waiting = [x for x in self._sequences if x.status is Status.ENV and (x.pages)]
-      victims = sorted(waiting, key=lambda x: x.since) + line[:i:-1]
+      if not tokens_left and sequence.length - sequence.num_computed > 1:
+        continue  # Before it takes pages, or shares a prefix that another one is still computing.
+      victims = waiting + line[:i:-1]
       keys = self._keys(sequence)
       if not sequence.num_computed and self._await_prefix(keys, computing):
         continue

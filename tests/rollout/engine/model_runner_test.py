@@ -45,6 +45,31 @@ def test_hot_loop_has_no_implicit_transfer_and_donates():
   np.testing.assert_array_equal(output.num_sampled, [4, 0, 4])
 
 
+@pytest.mark.parametrize("num_slots", [2, 3])
+@pytest.mark.parametrize("lengths", [(50, 300), (300, 50)])
+def test_rows_of_any_order_read_their_whole_context(num_slots, lengths):
+  """Also where rows are not sorted: an odd number of slots makes one group."""
+  spec = StepSpec(model=POLICY, chunk_steps=4, temperature=1.0, stop_ids=(STOP,))
+  runner = ModelRunner(
+    spec, num_slots=num_slots, num_pages=32 * num_slots, page_size=16, max_pages=32, token_budget=512
+  )
+  params, rng = make_params(3, stop_bias=-20.0), np.random.default_rng(0)
+  contexts = [list(rng.integers(3, 20, size)) for size in lengths]
+  starts = [0, 0]
+  for _ in range(2):
+    rows = [
+      Row(i, start, np.array(tokens[start:], np.int32), 100, list(range(1 + 32 * i, 33 + 32 * i)))
+      for i, (tokens, start) in enumerate(zip(contexts, starts, strict=True))
+    ]
+    output = runner.fetch(runner.step(params, rows, jax.random.key(0)))
+    for i, tokens in enumerate(contexts):
+      for t in range(output.num_sampled[i]):
+        expected = log_softmax(reference_logits(params, np.array(tokens)))[output.tokens[t, i]]
+        np.testing.assert_allclose(output.logp[t, i], expected, atol=1e-4)
+        tokens.append(int(output.tokens[t, i]))
+    starts = [len(tokens) - 1 for tokens in contexts]
+
+
 def test_every_program_over_several_devices_starts_in_its_turn(monkeypatch):
   """Threads that start programs with collectives in different orders would wait for each other for ever."""
   turn, started = threading.RLock(), set()
