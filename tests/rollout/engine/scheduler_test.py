@@ -41,7 +41,7 @@ def switching(chunk: int):
   return PARAMS[version], version
 
 
-SETTINGS = {"num_slots": 2, "num_episodes": 9, "env_workers": 9, "max_len": 96}
+SETTINGS = {"num_slots": 2, "num_episodes": 9, "env_workers": 9, "max_len": 96, "token_budget": 64}
 """The cache has room for two long sequences."""
 WIDE = {"num_slots": 9, "max_len": 96}
 PAGE = 8
