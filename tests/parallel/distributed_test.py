@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 
 import numpy as np
 import pytest
@@ -45,7 +44,7 @@ def test_two_processes_do_what_one_does(tmp_path):
   assert [report["devices"] for report in reports] == [8, 8, 8]
   assert reports[0]["metrics"] == reports[1]["metrics"]
   for name, value in reports[2]["metrics"].items():
-    assert math.isclose(reports[0]["metrics"][name], value, rel_tol=1e-5, abs_tol=1e-5), name
+    np.testing.assert_allclose(reports[0]["metrics"][name], value, rtol=1e-5, atol=1e-5, err_msg=name)
   with np.load(one) as first, np.load(two) as second:
     assert first.files == second.files
     for name in first.files:
