@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,9 @@ import numpy as np
 
 from sao_jax.rollout.engine.cache_manager import NULL_PAGE
 from sao_jax.rollout.engine.sampling import slot_noise
+from sao_jax.rollout.engine.step_spec import Row, StepSpec
 from sao_jax.rollout.engine.windows import DecodeState, pack_output, sample_step
 from sao_jax.types import Cache, PagedPolicy, Params, RaggedBatch
-
-if TYPE_CHECKING:
-  from sao_jax.rollout.engine.model_runner import Row, StepSpec
 
 _HEADER = 4
 

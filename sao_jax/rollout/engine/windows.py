@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,8 @@ from sao_jax.ops.logprobs import exclude_padding
 from sao_jax.rollout.engine.cache_manager import NULL_PAGE
 from sao_jax.rollout.engine.nucleus import nucleus
 from sao_jax.rollout.engine.sampling import sample_tokens, slot_noise
+from sao_jax.rollout.engine.step_spec import Row, StepSpec
 from sao_jax.types import Cache, CachedPolicy, Params, Window
-
-if TYPE_CHECKING:
-  from sao_jax.rollout.engine.model_runner import Row, StepSpec
 
 BLOCK = 16
 _BLOCK_HEADER = 4
