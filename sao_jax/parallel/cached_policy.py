@@ -83,9 +83,8 @@ def cached_on_mesh(
     # Without the first constraint, the compiler would gather the output head. The second is one all-to-all.
     head = spec_for(("lm_head", "kernel"), (1, x.shape[-1]), mesh, ENGINE_RULES)[1]
     rows = axes_for(mesh, x.shape[0], *ROWS, "tensor") or axes_in_use(mesh, *ROWS)
-    for spec in (PartitionSpec(axes_in_use(mesh, "data") or None, head), PartitionSpec(rows or None)):
-      x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    return x
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(axes_in_use(mesh, "data") or None, head)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(rows or None)))
 
   def merge(cache: Cache, window: Window, count: jax.Array) -> Cache:
     return constrain_cache(policy.merge(cache, window, count))
