@@ -174,6 +174,6 @@ def test_ablations(run, tmp_path):
   make_finished_suite(tmp_path, "granularity", tiny_base.make_config())
   base = "tests.experiments.tiny_base:make_config"
   text, pictures = run("03_ablations", SUITE="granularity", BASE=base, WORKDIR=str(tmp_path))
-  assert "| step level, last token | 0.001 | 1 | 0.323 | 0.200 |" in text
+  assert "| step level, last token | 0.001 | 1 | 1 | 0.323 | 0.200 |" in text
   committed = [name for name in suites.SUITES if (ROOT / "experiments" / "results" / name / f"{name}.csv").exists()]
   assert pictures >= 1 + len(committed) and text.count("Not run yet.") == len(suites.SUITES) - len(committed)
