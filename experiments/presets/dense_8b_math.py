@@ -8,7 +8,7 @@ read. Each line of the two JSONL files holds an object with `problem` and `answe
 training problem is held out. Episodes have one turn with reasoning, no tool and at most 8,192 tokens.
 
 Parameters and optimizer states are float32 and split over all devices; the matmuls are bfloat16. For Qwen3-8B this is
-44 GB per device for certain and 51 GB with the estimate of the activations (`training.memory`; a test computes both).
+40 GB per device for certain and 47 GB with the estimate of the activations (`training.memory`; a test computes both).
 This preset has not been run at this size yet.
 """
 
