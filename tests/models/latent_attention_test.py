@@ -195,7 +195,7 @@ def test_a_learner_step_moves_everything_but_the_indexer_and_the_frozen_attentio
   config = tiny.indexed(num_layers=2, indexer_types=("full", "shared"), vocab_size=64, remat="full")
   rng = np.random.default_rng(1)
   policy, critic = (learner_tiny.fill(config, init, rng) for init in (init_policy, init_critic))
-  settings = dataclasses.replace(learner_tiny.LEARNER, critic_updates=1)
+  settings = dataclasses.replace(learner_tiny.LEARNER, critic_updates=1, frozen_critic=("attention",))
   state = init_state(settings, policy, critic)
   step = make_update_step(settings, policy_apply(config), value_apply(config), jit=False)
   count = jnp.asarray(learner_tiny.MICROBATCHES, jnp.int32)
