@@ -24,7 +24,7 @@ class Chip(NamedTuple):
 
   memory_bytes_per_s: float
   interconnect_bytes_per_s: float
-  """Of a collective, per chip. Below the sum of all links, which a collective along one axis does not use."""
+  """Rate of a collective, per chip: below the sum of all links, which a collective along one axis does not use."""
   peak_flops: float
   """bfloat16."""
 

@@ -38,7 +38,7 @@ _MOST_SCORES = 2**28
 
 
 class IndexerQueries(NamedTuple):
-  """What scores are computed from on the side of the queries."""
+  """The queries' side of the indexer's scores."""
 
   heads: Float[Array, "*tokens J Di"]
   weights: Float32[Array, "*tokens J"]

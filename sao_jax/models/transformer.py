@@ -163,7 +163,7 @@ class Transformer(nn.Module):
 
 
 def token_state(config: ModelConfig) -> Cache:
-  """What a paged cache stores for a token: by layer, keys and values in turn."""
+  """Returns the shapes that a paged cache stores for a token: by layer, keys and values in turn."""
   shape = jax.ShapeDtypeStruct((2 * config.num_kv_heads, config.head_dim), config.compute_dtype)
   return {f"layers_{i}": {"kv": shape} for i in range(config.num_layers)}
 

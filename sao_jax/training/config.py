@@ -109,7 +109,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-  """What a run writes besides `metrics.jsonl`, TensorBoard's event files and checkpoints."""
+  """Settings of what a run writes besides `metrics.jsonl`, TensorBoard's event files and checkpoints."""
 
   trajectories: Literal["sample", "all"] = "sample"
   """Trajectories in `trajectories.jsonl`: four with every checkpoint, or all that were trained on."""
@@ -177,7 +177,7 @@ class RunConfig:
 
   policy: ModelConfig
   policy_checkpoint: str | None = None
-  """What to start from: a Hugging Face directory, a GGUF file, or the workdir of another run (or
+  """Starting point: a Hugging Face directory, a GGUF file, or the workdir of another run (or
   `WORKDIR/checkpoints/STEP`), whose policy it takes. None: fresh parameters."""
   critic: CriticConfig = CriticConfig()
   warm_start: WarmStartConfig = WarmStartConfig()
@@ -279,15 +279,11 @@ class RunConfig:
     _require(engines == 0 or self.remote.url is None, "cluster.num_engines", engines, "0 with a remote.url")
     placed = self.rollout_mesh
     with_others = "RolloutMeshConfig() with cluster.num_engines or a remote.url: it places embedded engines"
-    _require(self.has_embedded_engines or placed.follows_learner, "rollout_mesh", placed, with_others)
+    embedded = engines == 0 and self.remote.url is None
+    _require(embedded or placed.follows_learner, "rollout_mesh", placed, with_others)
     capacity = self.queue_capacity
     enough = capacity is None or capacity >= self.batch_size
     _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
-
-  @property
-  def has_embedded_engines(self) -> bool:
-    """Whether rollouts are generated in this process, not by Ray workers or a server."""
-    return self.remote.url is None and self.cluster.num_engines == 0
 
 
 MAY_DIFFER = frozenset({

@@ -25,7 +25,7 @@ _VALUE_OPTIMIZER = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-  """What is tried on a kind of device, and what the run does there."""
+  """Sizes to try on a kind of device, and the settings of a run there."""
 
   lengths: tuple[int, ...]
   slots: tuple[int, ...]

@@ -189,7 +189,7 @@ class LiveEpisodes:
       return Dispatched(0, False)
     decodes = any(row.row.budget for row in rows)
     self.counts["chunks"] += decodes
-    self.counts["prefills"] += any(len(row.row.tokens) > (row.row.budget > 0) for row in rows)
+    self.counts["prefills"] += any(row.row.num_prefilled for row in rows)
     began = time.monotonic()
     step = self._runners[stream].step(params, [row.row for row in rows], key)
     self._running[stream] = _Running(step, rows, version, began)

@@ -93,7 +93,7 @@ class Scheduler:
       row = self._next_row(sequence, tokens_left, victims, params)
       if row is None:
         continue
-      tokens_left -= len(row.tokens) - (row.budget > 0)
+      tokens_left -= row.num_prefilled
       rows.append(ScheduledRow(sequence, row))
       first = sequence.num_computed // self._config.page_size
       self._record(sequence, row)
@@ -174,8 +174,8 @@ class Scheduler:
     if sequence.num_computed and sequence.version != self._version:
       sequence.one_version = False
     sequence.version = self._version
-    sequence.num_computed += len(row.tokens) - (row.budget > 0)
-    self._counts["prefill_tokens"] += len(row.tokens) - (row.budget > 0)
+    sequence.num_computed += row.num_prefilled
+    self._counts["prefill_tokens"] += row.num_prefilled
     if row.budget:
       sequence.status = Status.DECODE
 

@@ -50,3 +50,8 @@ class Row(NamedTuple):
   """Number of tokens that may be sampled after them; 0: more of the context follows in later steps."""
   pages: Sequence[int]
   """Pages of the sequence, with room for `start + n` tokens and for all but the last sampled one."""
+
+  @property
+  def num_prefilled(self) -> int:
+    """Number of tokens to prefill. The last token of a row that decodes is the first input of its decode loop."""
+    return len(self.tokens) - (self.budget > 0)

@@ -61,7 +61,7 @@ def blocks_of(rows: Sequence[Row], width: int) -> list[Block]:
   """
   blocks = []
   for i, row in enumerate(rows):
-    end = row.start + len(row.tokens) - (row.budget > 0)
+    end = row.start + row.num_prefilled
     cuts = [row.start, *range((row.start // width + 1) * width, end, width), end]
     blocks += [Block(i, a, b - a) for a, b in itertools.pairwise(cuts) if a < b]
   return sorted(blocks, key=lambda block: (block.start + block.size, block.row))

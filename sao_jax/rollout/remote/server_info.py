@@ -17,7 +17,7 @@ TOKENS_PATH = "/inference/v1/generate"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerInfo:
-  """What a server says about itself. None: it does not say."""
+  """A server's answers about its own settings. None: it does not say."""
 
   max_model_len: int | None = None
   """Maximum tokens of a prompt and its completion."""
