@@ -158,6 +158,8 @@ SUITES: Mapping[str, Suite] = {
     arms=(
       SAO,
       Arm(name="K = 1", algorithm="sao_one_update"),
+      Arm(name="K = 4", learner={"critic_updates": 4}),
+      Arm(name="attention frozen", algorithm="sao_frozen_attention"),
       Arm(name="all parameters", algorithm="sao_full_critic"),
       Arm(name="no value pretraining", value_pretraining=False),
       Arm(name="values before the updates", algorithm="sao_previous_values"),

@@ -48,8 +48,21 @@ class LoopThread:
   def __init__(self) -> None:
     self._loop = asyncio.new_event_loop()
     self._tasks: set[asyncio.Task[None]] = set()
-    self._thread = threading.Thread(target=self._loop.run_forever, name="sao_jax-remote", daemon=True)
+    self._thread = threading.Thread(target=self._run, name="sao_jax-remote", daemon=True)
     self._thread.start()
+
+  def _run(self) -> None:
+    """Runs the loop until `close` stops it, then ends what still runs, as `asyncio.run` does.
+
+    A task that is dropped instead keeps its connection open until it is garbage.
+    """
+    self._loop.run_forever()
+    if left := asyncio.all_tasks(self._loop):
+      for task in left:
+        task.cancel()
+      self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+    self._loop.close()
 
   def start(
     self,
@@ -105,8 +118,7 @@ class LoopThread:
     self.call(cancel())
 
   def close(self) -> None:
-    """Stops the thread."""
-    self._loop.call_soon_threadsafe(self._loop.stop)
+    """Cancels what still runs, and ends the thread. A thread that does not end in time is left behind."""
+    with contextlib.suppress(RuntimeError):  # closed before
+      self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join(_CLOSE_S)
-    with contextlib.suppress(RuntimeError):  # still running: its thread is a daemon
-      self._loop.close()

@@ -1,0 +1,35 @@
+"""Event loop on a thread: its end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from sao_jax.rollout.remote.event_loop import LoopThread
+from tests.waiting import LONG_S
+
+
+def test_close_lets_running_tasks_release_what_they_hold():
+  held, released = threading.Event(), threading.Event()
+
+  async def hold() -> None:
+    try:
+      held.set()
+      await asyncio.sleep(LONG_S)
+    finally:
+      await asyncio.sleep(0)  # closing a connection also takes a step of the loop
+      released.set()
+
+  loop = LoopThread()
+  caller = threading.Thread(target=lambda: loop.call(hold(), stop=held), daemon=True)
+  caller.start()
+  assert held.wait(LONG_S)
+  caller.join(LONG_S)
+  loop.close()
+  assert released.is_set()
+
+
+def test_close_twice():
+  loop = LoopThread()
+  loop.close()
+  loop.close()
