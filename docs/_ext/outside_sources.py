@@ -12,23 +12,34 @@ if TYPE_CHECKING:
   from sphinx.config import Config
 
 ROOT = pathlib.Path(__file__).parents[2]
-COPIED = {"notebooks": "colab/*.ipynb", "suites": "experiments/results/*/*.md"}
+COPIED = {"notebooks": "colab/*.ipynb", "suites": "experiments/results/**/*.md"}
 """Folders of `docs/` that git ignores, and the files of the repository that they hold."""
 
+_SUITE = re.compile(r"experiments/results/([\w/]+)/\w+\.md")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
 _PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "RESULTS.md": "results.md"}
+
+
+def _page(path: str) -> str:
+  """Returns the name of a copy: that of the suite's folder, since two bases may have the same suite.
+
+  >>> _page("experiments/results/tool_math/main/main.md"), _page("colab/01_losses.ipynb")
+  ('tool_math_main.md', '01_losses.ipynb')
+  """
+  suite = _SUITE.fullmatch(path)
+  return f"{suite[1].replace('/', '_')}.md" if suite else path.rpartition("/")[2]
 
 
 def _copy(app: Sphinx, config: Config) -> None:
   for name, pattern in COPIED.items():
     folder = pathlib.Path(app.srcdir) / name
     folder.mkdir(exist_ok=True)
-    wanted = {path.name: path for path in ROOT.glob(pattern)}
+    wanted = {_page(path.relative_to(ROOT).as_posix()): path for path in ROOT.glob(pattern)}
     for old in folder.iterdir():
       if old.is_file() and old.name not in wanted:
         old.unlink()
-    for path in wanted.values():
-      copy = folder / path.name
+    for page, path in wanted.items():
+      copy = folder / page
       if not copy.exists() or copy.read_bytes() != path.read_bytes():
         shutil.copyfile(path, copy)
 
@@ -43,11 +54,10 @@ def relocate(text: str) -> str:
   def link(match: re.Match[str]) -> str:
     image, label, target = match.groups()
     path, _, anchor = target.partition("#")
-    suite = re.fullmatch(r"experiments/results/\w+/(\w+\.md)", path)
     if image:
       return f"![{label}](../{target})"
-    if suite:
-      page = f"suites/{suite[1]}"
+    if _SUITE.fullmatch(path):
+      page = f"suites/{_page(path)}"
     elif path.startswith("docs/"):
       page = path.removeprefix("docs/")
     elif path in _PAGES:

@@ -330,19 +330,23 @@ def test_tables_of_results_md_are_those_of_the_committed_files():
   root = pathlib.Path(__file__).parents[2]
   text = (root / "RESULTS.md").read_text(encoding="utf-8")
   assert report.fill(text, root / "experiments" / "results") == text
-  for name in SUITES:
-    assert f"<!-- {name} -->" in text
-    if (path := root / "experiments" / "results" / name / f"{name}.md").exists():
-      made = path.read_text(encoding="utf-8")
-      rows = results.read_csv(path.with_suffix(".csv"))
-      assert results.table(SUITES[name], rows) in made and "python -m experiments.ablate" in made
+  assert all(f"<!-- {name} -->" in text for name in SUITES)
+  found = list((root / "experiments" / "results").rglob("*.md"))
+  assert len(found) >= 7
+  for path in found:
+    made = path.read_text(encoding="utf-8")
+    rows = results.read_csv(path.with_suffix(".csv"))
+    assert results.table(SUITES[path.stem], rows) in made and "python -m experiments.ablate" in made
 
 
 def test_documents_are_filled(tmp_path, rows):
-  (tmp_path / "granularity").mkdir()
-  results.write_csv(tmp_path / "granularity" / "granularity.csv", rows)
-  text = report.fill("A\n<!-- granularity -->\nold\n<!-- end -->\nB\n<!-- main -->\nold\n<!-- end -->\n", tmp_path)
-  assert "old" not in text and "| SAO | 0.001 | 1 | 2 | 0.250" in text and text.startswith("A\n")
+  for folder in ("granularity", "tool_math/granularity"):
+    (tmp_path / folder).mkdir(parents=True)
+    results.write_csv(tmp_path / folder / "granularity.csv", rows)
+  marks = ("granularity", "main", "tool_math/granularity")
+  text = report.fill("A\n" + "".join(f"<!-- {mark} -->\nold\n<!-- end -->\nB\n" for mark in marks), tmp_path)
+  assert "old" not in text and text.count("| SAO | 0.001 | 1 | 2 | 0.250") == 2 and text.startswith("A\n")
+  assert "<!-- tool_math/granularity -->" in text
   assert f"<!-- main -->\n\n{report.NOTHING}\n\n<!-- end -->\n" in text
   with pytest.raises(ValueError, match=r"a table must be that of one of main.*received 'nope'"):
     report.fill("<!-- nope -->\n<!-- end -->", tmp_path)
