@@ -64,8 +64,10 @@ _SLOTS = flags.DEFINE_integer("slots", None, "The slots of the decode step. Defa
 _LIVE = flags.DEFINE_integer(
   "live_tokens", None, "The tokens that each slot of the engine holds. Defaults to --seq.", lower_bound=1
 )
-_PREFILL_ROWS = flags.DEFINE_integer("prefill_rows", 8, "The slots that a prefill feeds.", lower_bound=1)
-_PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 512, "The tokens that it feeds to each.", lower_bound=1)
+_PREFILL_ROWS = flags.DEFINE_integer("prefill_rows", 8, "The sequences of a prefill step.", lower_bound=1)
+_PREFILL_TOKENS = flags.DEFINE_integer(
+  "prefill_tokens", 512, "The tokens that a prefill step computes of each sequence.", lower_bound=1
+)
 _TOPOLOGY = flags.DEFINE_string(
   "topology", None, "The TPU topology to compile for, such as v5p:4x4x4 or v6e:8x8. Needs libtpu."
 )
@@ -261,7 +263,7 @@ def report_program(
   )
   if not _MEMORY_ONLY.value:
     print(f"  {program.flops / 1e12:.3f} TFLOP (without kernels; each loop body counted once), ", end="")
-    print(f"{readable(program.bytes_moved)} moved (kernels: operands and results)")
+    print(f"{readable(program.bytes_moved)} moved (of a kernel, its operands and results)")
   for kind, traffic in program.collectives.items():
     print(f"  {kind:<20}{traffic.count:>8} x  {readable(traffic.bytes):>12} in total")
   if name == "decode":

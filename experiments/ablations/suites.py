@@ -157,7 +157,7 @@ SUITES: Mapping[str, Suite] = {
     title="How the value model is trained (Tables 3 and 4, Figure 4 a and b)",
     arms=(
       SAO,
-      # They differ from SAO in the value model alone, so they share its learning rate.
+      # They differ from SAO in the value model or the advantages, not in the policy loss, so they share its rate.
       Arm(name="K = 1", algorithm="sao_one_update", rated_as=SAO),
       Arm(name="K = 4", learner={"critic_updates": 4}, rated_as=SAO),
       Arm(name="attention frozen", algorithm="sao_frozen_attention", rated_as=SAO),

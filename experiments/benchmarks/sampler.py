@@ -59,7 +59,7 @@ def tunix_decoder(slots: int, new_tokens: int) -> Callable[[int], int] | None:
 
     model = decoding.tunix_model()
   except ImportError as error:
-    print(f"google-tunix is not compared: {error}")
+    print(f"skipping google-tunix: {error}")
     return None
   config = decoding.MODEL
   length = decoding.PROMPT_TOKENS + new_tokens

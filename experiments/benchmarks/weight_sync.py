@@ -1,7 +1,7 @@
 """Speed and size of weight updates: `python -m experiments.benchmarks.weight_sync`.
 
 Rates: the bytes of a version, divided by the seconds from `publish` until the engine has the version. All values of a
-version differ from those before, so no delta helps.
+version differ from those before, so a delta saves nothing.
 
 - copy: NumPy copies of the same arrays, into new memory.
 - split: learner and engine on two devices of one process (virtual ones on a CPU): cast, layout and transfer.

@@ -29,7 +29,7 @@ class Verdict:
 
 
 class Judge(Protocol):
-  """Judges an answer to a question. Several threads call it."""
+  """Judges an answer to a question; must be thread-safe."""
 
   def __call__(self, question: str, answer: str) -> Verdict: ...
 

@@ -49,7 +49,7 @@ TEMPLATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-  """The relation and the subject of a question."""
+  """What a question asks for: a relation of a subject."""
 
   relation: str
   subject: str

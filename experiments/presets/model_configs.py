@@ -68,7 +68,10 @@ def glm5_744b() -> ModelConfig:
 
 
 def glm5_2_744b() -> ModelConfig:
-  """GLM-5.2, on which the paper's method was deployed: three layers of four share the choice of an earlier one."""
+  """GLM-5.2, on which the paper's method was deployed.
+
+  Three of four layers reuse the tokens that an earlier layer's indexer chose.
+  """
   kinds = tuple("full" if max(i - 2, 0) % 4 == 0 else "shared" for i in range(78))
   return dataclasses.replace(glm5_744b(), indexer_types=kinds, rope_theta=8e6, max_position_embeddings=1_048_576)
 

@@ -5,7 +5,7 @@
     python -m experiments.train --config=experiments/presets/smollm2_135m_reasoning.py
 
 SAO starts from the published weights, without a warm start. The task is sums and differences of two one-digit numbers
-in a single turn; the last number of the reply is graded. At temperature 0.7, about a fifth of the replies are right. At
+in a single turn; the last number of the reply is graded. At temperature 0.7, about a sixth of the replies are right. At
 temperature 1, it is a seventh, and most replies ramble on until they are cut off. This preset shows that published
 checkpoints load and train at the speed of two cores. It is not a benchmark.
 """

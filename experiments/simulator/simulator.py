@@ -4,8 +4,9 @@ The model contains:
   engines    S slots decode at a constant time per token; all slots step together (continuous batching);
   episodes   they alternate between decoding and waiting for a tool;
   trainer    a time per step, and a pause of the engines for new weights;
-  admission  the rule of `rollout.queue`: an episode starts only if the queue is not full and the episode would not be
-             too stale after all earlier ones are trained on; episodes that run when the queue fills still enter.
+  admission  the rule of `rollout.trajectory_queue`: an episode starts only if the queue is not full and the episode
+             would not be too stale after all earlier ones are trained on; episodes that run when the queue fills
+             still enter.
 A pause for weights stops decoding. Tools continue, so an episode whose tool outlasts the pause loses nothing. The model
 leaves out slower decoding with fuller or longer caches, failures, similar lengths within a group, and a saturated
 network.

@@ -55,7 +55,7 @@ def load(preset: str, overrides: Mapping[str, str]) -> ml_collections.ConfigDict
 def find(name: str) -> pathlib.Path:
   """Returns the file of a preset, from its path or from its name in `experiments/presets` (with or without `.py`).
 
-  A path that exists comes first. `experiments/presets/NAME.py` is found from any working directory.
+  An existing path takes precedence. `experiments/presets/NAME.py` is found from any working directory.
 
   Raises:
     ValueError: there is none.

@@ -51,7 +51,9 @@ class _From(Environment):
 
 
 def reasoning_gym(*, num_eval_tasks: int = 1_000, **options: Any) -> Domain:
-  """Makes a reasoning-gym task; `size` is the number of training tasks. Demonstrations: the package's answers.
+  """Makes a reasoning-gym task; `size` is the number of training tasks.
+
+  The demonstrations give the package's own answers.
 
   Args:
     num_eval_tasks: number of held-out tasks, whose seeds follow those of the training tasks.
@@ -145,7 +147,9 @@ def coding(
   tool: Mapping[str, Any] | None = None,
   **options: Any,
 ) -> Domain:
-  """Makes HumanEval problems with injected bugs. Demonstrations: read, replace the file by the right one, submit.
+  """Makes HumanEval problems with injected bugs.
+
+  A demonstration reads the file, replaces it with the correct one, and submits.
 
   Args:
     num_problems: number of problems from the front of HumanEval; those without a suitable bug are left out.

@@ -106,4 +106,4 @@ def _finite(number: str) -> float:
 
 
 def _refuse_constant(name: str) -> None:
-  raise ValueError(f"{name} is not JSON")
+  raise ValueError(f"{name} is not valid JSON")

@@ -51,7 +51,7 @@ METRICS: tuple[Metric, ...] = (
   Metric("tokens_mean", "episodes", "tokens per trajectory, prompt and observations included"),
   Metric(
     "truncated_fraction", "episodes", "share of trajectories that were cut off by a limit",
-    "low; if it grows, so do the answers: raise the limits",
+    "low; if it grows, answers get longer: raise the limits",
   ),
   Metric("observation_fraction", "episodes", "share of observations among the tokens after prompts: GAE skips them"),
   Metric(
@@ -86,7 +86,8 @@ METRICS: tuple[Metric, ...] = (
   ),
   Metric("approx_kl", "off_policy", "estimated KL divergence of policy and rollouts", "below 0.1"),
   Metric(
-    "effective_sample_size", "off_policy", "action tokens that the weighted ones are worth", "near `action_tokens`"
+    "effective_sample_size", "off_policy", "number of equally weighted action tokens with the same information",
+    "near `action_tokens`",
   ),
   Metric("policy_loss", "policy", "loss before the update; its level means little"),
   Metric("policy_grad_norm", "policy", "global L2 norm before clipping", "steady; spikes may precede a collapse"),
@@ -118,7 +119,10 @@ METRICS: tuple[Metric, ...] = (
   Metric("failed_episodes", "failed", "episodes of RL so far that gave no trajectory", "0"),
   Metric("failed/", "failed", "those of one kind", "0"),
   Metric("rollout_tokens_per_s", "speed", "sampled tokens per second since the row before"),
-  Metric("learner_busy_fraction", "speed", "share of the time that the learner worked", "near 1, or the engine's is"),
+  Metric(
+    "learner_busy_fraction", "speed", "share of the time that the learner worked",
+    "near 1, unless `engine_busy_fraction` is",
+  ),
   Metric("engine_busy_fraction", "speed", "share of the time that the engine's devices worked"),
   Metric("eval_success_rate", "eval", "pass@1 on held-out tasks; failed episodes are not solved", "rises"),
   Metric("eval_n", "eval", "episodes of the evaluation"),
@@ -127,7 +131,7 @@ METRICS: tuple[Metric, ...] = (
   Metric("eval_turns_mean", "eval", "actions per episode"),
   Metric("eval_reward_mean", "eval", "mean reward of the episodes that did not fail", "rises"),
   Metric("eval_seconds", "eval", "seconds that the evaluation took"),
-  Metric("eval_failed", "eval", "episodes that failed: neither solved nor unsolved", "0"),
+  Metric("eval_failed", "eval", "episodes that failed; they count in `eval_n` and not as solved", "0"),
   Metric("eval_failed/", "eval", "those of one kind", "0"),
   Metric("eval_reward/", "eval", "mean of one reward function"),
   Metric("eval_env/", "eval", "mean of one of the environment's own numbers"),

@@ -209,8 +209,8 @@ def _icepop(config: LearnerConfig, x: LossInputs) -> jax.Array:
 
 def _icepop_clip_mask(config: LearnerConfig, x: LossInputs) -> Sides:
   low, high = _ppo_clip_mask(config, x)
-  mismatch = ops.importance_ratio(x.old_logp, x.behavior_logp)
-  return low | (mismatch < config.icepop_low), high | (mismatch > config.icepop_high)
+  below, above = ops.icepop_outside(x.old_logp, x.behavior_logp, low=config.icepop_low, high=config.icepop_high)
+  return low | below, high | above
 
 
 def _gspo(config: LearnerConfig, x: LossInputs) -> jax.Array:

@@ -63,7 +63,8 @@ def critic_targets(
 def policy_advantages(
   config: LearnerConfig, v_after: Float32[Array, "*M B T"], batch: TokenBatch
 ) -> Float32[Array, "*M B T"]:
-  """Advantages on action tokens, 0 elsewhere, with the trajectory's λ or the config's fixed one.
+  """Advantages on action tokens, 0 elsewhere, with the trajectory's length-adaptive λ, which `batching.pack` wrote into
+  the batch, or the config's fixed one.
 
   By default skip-observation GAE (arXiv 2607.07508, Eqs. 4 and 5); `config.advantage` names the variants.
   """

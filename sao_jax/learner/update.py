@@ -42,7 +42,8 @@ class CriticUpdate(NamedTuple):
 
   state: LearnerState
   v_after: Float32[Array, "M B T"]
-  """Raw output of the critic before its first update: entry t is the value after token t."""
+  """The critic's raw output, from the parameters before the first update. Entry t is the value of the state that
+  follows token t."""
   returns: Float32[Array, "M B T"]
   """Targets of the first update."""
   metrics: Metrics
@@ -248,7 +249,7 @@ def policy_gradient(
     denominator: number of action tokens that the loss is a mean over.
     outputs: `[M, B, T]` log-probs and entropies; the entries of these microbatches are replaced.
     old_logp: `[M, B, T]` log-probs under π_old; None: `params` are π_old.
-    imitation: `[M, B, T]` weights of −log π, which is added to the loss; None: nothing is.
+    imitation: `[M, B, T]` weights of a term −w log π that is added to the loss; None: no such term.
   """
 
   def loss_fn(

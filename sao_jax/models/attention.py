@@ -55,7 +55,7 @@ def packed_attention(
     interpret: run Pallas kernels in interpret mode (tests on CPU).
 
   Returns:
-    The mixed values, in q's dtype.
+    The attention's output, in q's dtype.
 
   Raises:
     ValueError: unknown `impl`, or "splash" with rows that are not a multiple of 128 tokens per device.

@@ -1,7 +1,7 @@
 """Pure functions of RL for language agents: arrays in, arrays out.
 
 Every function stands in a module by topic, and is importable from here as well: `ops.dis_policy_loss` is
-`ops.policy_losses.dis_policy_loss`. `init`, `update` and `value` are those of `RunningMean`.
+`ops.policy_losses.dis_policy_loss`. The functions of `RunningMean` are in `ops.baselines`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from sao_jax.ops.advantages import (
   skip_observation_returns,
   step_level_gae,
 )
-from sao_jax.ops.baselines import RunningMean, ValueTracker, init, update, value
+from sao_jax.ops.baselines import RunningMean, ValueTracker
 from sao_jax.ops.diagnostics import approx_kl, effective_sample_size, explained_variance
 from sao_jax.ops.importance import (
   dis_coefficient,
   dis_mask,
   dis_outside,
+  icepop_outside,
   importance_ratio,
   log_ratio,
   rounding_slack,
@@ -75,9 +76,9 @@ __all__ = [
   "group_relative_advantages",
   "gspo_loss",
   "icepop_loss",
+  "icepop_outside",
   "importance",
   "importance_ratio",
-  "init",
   "length_adaptive_lambda",
   "log_ratio",
   "logprobs",
@@ -98,7 +99,5 @@ __all__ = [
   "step_level_gae",
   "token_logprobs",
   "truncated_is_loss",
-  "update",
-  "value",
   "value_losses",
 ]

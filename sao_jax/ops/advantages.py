@@ -43,7 +43,8 @@ def skip_observation_gae(
   at the segment's last action token V(s_t') is the bootstrap value and A_t' = 0. (arXiv 2607.07508, Eqs. 4, 5; γ, λ per
   token)
 
-  Sequential on CPU, of logarithmic depth on accelerators.
+  The recurrence is `_recurrences.gae_sequential` on CPUs, and `gae_associative`, of logarithmic depth, on
+  accelerators.
 
   Args:
     r_t: `[T]` rewards, any real dtype. A turn's reward, terminal or not, stands on its last action token.

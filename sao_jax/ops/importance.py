@@ -55,7 +55,7 @@ def rounding_slack(
   """Bound on the change that float32 rounding of two log-probs can make to their difference.
 
   In float32 a ratio that equals a bound exactly may end up a few units in the last place to either side of it.
-  Comparing with this slack treats every such ratio as equal to the bound. It is 3e-7 for log-probs near 0 and 5e-6 at
+  Comparing with this slack treats every such ratio as equal to the bound. It is 2.4e-7 for log-probs near 0 and 5e-6 at
   -20.
   """
   return 2 * _EPS * (1 + jnp.maximum(jnp.abs(_checks.float32(logp)), jnp.abs(_checks.float32(behavior_logp))))
@@ -116,6 +116,40 @@ def dis_outside(
   outside = ~dis_mask(logp, behavior_logp, eps_low=eps_low, eps_high=eps_high)
   difference = log_ratio(logp, behavior_logp)
   return outside & (difference <= 0), outside & (difference > 0)
+
+
+def icepop_outside(
+  old_logp: Float[ArrayLike, "*shape"],
+  behavior_logp: Float[ArrayLike, "*#shape"],
+  *,
+  low: Real[ArrayLike, ""],
+  high: Real[ArrayLike, ""],
+) -> tuple[Bool[Array, "*shape"], Bool[Array, "*shape"]]:
+  """Tokens that IcePop masks: those whose mismatch ratio π_old / π_rollout is below `low`, and those above `high`.
+
+  Both bounds are inclusive: a ratio within `rounding_slack` of one counts as equal to it, hence as kept. A NaN ratio is
+  in neither.
+
+  Args:
+    old_logp: the learner's log-probs before the update, any shape and float dtype.
+    behavior_logp: engine's log-probs, same shape.
+    low: ≥ 0, the smallest ratio that is kept (0.5 in IcePop).
+    high: > low, the largest one that is kept (5.0 in IcePop).
+
+  Raises:
+    ValueError: the shapes differ, a bound is out of range, or `low` is not below `high`.
+
+  >>> below, above = icepop_outside(jnp.log(jnp.array([0.4, 0.5, 7.0])), jnp.zeros(3), low=0.5, high=5.0)
+  >>> below.tolist(), above.tolist()
+  ([True, False, False], [False, False, True])
+  """
+  _checks.interval("low", low, 0.0)
+  _checks.interval("high", high, 0.0, open_low=True)
+  if not isinstance(low, jax.Array) and not isinstance(high, jax.Array) and not low < high:  # type: ignore[operator]
+    raise ValueError(f"low must be below high; received low={low!r}, high={high!r}.")
+  mismatch = log_ratio(old_logp, behavior_logp)
+  slack = rounding_slack(old_logp, behavior_logp)
+  return mismatch < jnp.log(_checks.float32(low)) - slack, mismatch > jnp.log(_checks.float32(high)) + slack
 
 
 def dis_coefficient(

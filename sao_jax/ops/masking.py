@@ -81,7 +81,7 @@ class Moments(NamedTuple):
 
 
 def masked_moments(x: Real[ArrayLike, "*shape"], mask: Bool[ArrayLike, "*#shape"]) -> Moments:
-  """Count, mean and population variance over True entries; all 0 without any.
+  """Count, mean and population variance over True entries; all 0 if no entry is True.
 
   Entries are centred on their maximum first, so that equal entries give a variance of exactly 0. A spread of a few
   units in the last place of the largest entry is rounding noise, and counts as 0 as well.

@@ -25,7 +25,7 @@ class _Axes:
     name = type(self).__name__
     for axis, size in self.axes().items():
       if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-        raise ValueError(f"{name}.{axis} must be an int >= 1, or -1 (the devices left); received {size!r}.")
+        raise ValueError(f"{name}.{axis} must be an int >= 1, or -1 (all remaining devices); received {size!r}.")
     rest = [axis for axis, size in self.axes().items() if size == -1]
     if len(rest) > 1:
       raise ValueError(f"{name}: only one axis may be -1; received -1 for {', '.join(rest)}.")

@@ -27,7 +27,7 @@ class _Stopped(Exception):
 
 
 class EngineGroup:
-  """Engines with the interface of one; see `engine.RolloutEngine`.
+  """Several engines behind the interface of one; see `engine.RolloutEngine`.
 
   Weights are a list with one entry per engine, since each engine holds its own copy. All engines get a version at once
   and take it before their next chunk. Requests of `run` go to the engine with the fewest live episodes, those of

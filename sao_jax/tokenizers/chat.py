@@ -46,7 +46,7 @@ class Chat:
     return cls(tokenizer=tokenizer, template=template, style=tool_calls.style_of(template.source), options=options)
 
   def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Returns the first text of an episode.
+    """Returns the prompt of an episode.
 
     Raises:
       ValueError: tools are given, but the template teaches no tool calls.

@@ -4,8 +4,8 @@
          -> packed TokenBatch -> critic update x K -> values -> skip-observation GAE -> policy update
          -> weights published as version + 1 -> engine
 
-`reinforce` is that line. `train` runs the paper's recipe around it: a supervised warm start, value pretraining on the
-initial policy's own trajectories, then `reinforce`. A stage whose result is in the workdir is not run again.
+`rl_loop` is that line. `train` runs the paper's recipe around it: a supervised warm start, value pretraining on the
+initial policy's own trajectories, then `rl_loop`. A stage whose result is in the workdir is not run again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from sao_jax.types import Domain
 STOPPED = "Stopped by a signal. The same run in the same workdir continues from here."
 
 
-def reinforce(run: RLRun, state: LearnerState) -> LearnerState:
-  """Single-rollout asynchronous optimization (arXiv 2607.07508): one learner step per batch of finished trajectories.
+def rl_loop(run: RLRun, state: LearnerState) -> LearnerState:
+  """The RL loop: one learner step per batch of finished trajectories.
+
+  With `algorithm="sao"` it is single-rollout asynchronous optimization (arXiv 2607.07508).
 
   `parts.update` is one compiled program, `learner.update.make_update_step`: K critic updates (Section 3.2), values
   with the updated critic, skip-observation GAE (Eqs. 4 and 5), and a policy update with DIS (Eqs. 1 to 3).
@@ -52,12 +54,12 @@ def reinforce(run: RLRun, state: LearnerState) -> LearnerState:
     Interrupted: a signal came. RunStoppedError, TooManyFailuresError: see `train`. The run is saved.
   """
   parts, schedule, weights = run.parts, run.schedule, run.weights
-  with run.generating(state):
+  with run.generating(state):  # publishes the first weights
     for step in run.steps():
       with run.collecting(step, state):
-        trajectories = schedule.next_batch(version=step - 1)
+        trajectories = schedule.next_batch(version=step - 1)  # none older than max_staleness versions
       with run.updating(step, state):
-        batch = parts.pack(trajectories)
+        batch = parts.pack(trajectories)  # rows of tokens, with the λ of each trajectory
         state, metrics = parts.update(state, batch)  # critic x K -> values -> GAE -> policy
         weights.publish(state.policy, version=step)  # the engine takes them up in the middle of its trajectories
         metrics = jax.device_get(metrics)
@@ -152,7 +154,7 @@ def recipe(
     state = run.restore_or_init(policy, critic)
     del policy, critic  # the learner's state owns copies
     run.evaluate(state, step=0)
-    state = reinforce(run, state)
+    state = rl_loop(run, state)
     run.evaluate(state, step=parts.config.num_steps)
     return state, run.summary(stages.stage_facts(parts, workdir))
 

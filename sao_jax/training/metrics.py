@@ -21,7 +21,7 @@ from sao_jax.types import Trajectory
 
 
 class StepMetrics:
-  """Measurement of the training loop. Each row covers the time since the previous row.
+  """Rows of `metrics.jsonl`: one per learner step. Each row covers the time since the previous row.
 
   Args:
     parts: components of the run, for the engines' counters.
@@ -134,7 +134,7 @@ class StepMetrics:
     return row
 
   def note(self, row: Mapping[str, float | int]) -> str:
-    """Returns the text of a row for the console. The reward is shown where it differs from success."""
+    """Formats a row as the console's one-line summary. The reward is shown where it differs from success."""
     same = abs(row["reward_mean"] - row["success_rate"]) < 1e-6
     reward = "" if same else f"reward {row['reward_mean']:.3g}  "
     failed = f"  failed {row['failed_episodes']}" if row["failed_episodes"] else ""

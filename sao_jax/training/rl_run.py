@@ -41,7 +41,7 @@ exception ends the run; the step's checkpoint, if one is due, is written before.
 class RLRun:
   """One RL run in a workdir, as the loop sees it. A context manager.
 
-  The loop (`loop.reinforce`) states the method. This object resumes it, ends it after a signal, saves it, checks it,
+  The loop (`loop.rl_loop`) states the method. This object resumes it, ends it after a signal, saves it, checks it,
   and reports on it.
 
   Args:

@@ -141,9 +141,9 @@ LINE = json.dumps(trajectories.to_json(make())).encode()
   [
     (LINE.replace(b'"text": "', b'"text": "\xff\xfe'), "not valid JSON: .*utf-8"),
     (LINE[:-1] + b', "step": 3}', "key 'step' occurs twice"),
-    (LINE.replace(b"-0.1", b"NaN", 1), "NaN is not JSON"),
+    (LINE.replace(b"-0.1", b"NaN", 1), "NaN is not valid JSON"),
     (LINE.replace(b"-0.1", b"-1e999", 1), r"-1e999\d* is out of range for a float"),
-    (LINE.replace(b"-0.1", b"-Infinity", 1), "-Infinity is not JSON"),
+    (LINE.replace(b"-0.1", b"-Infinity", 1), "-Infinity is not valid JSON"),
     (LINE.replace(b'"text": "', b'"text": ' + b"[" * 100_000), "not valid JSON"),
     (LINE.replace(b"[0, 1, 2, 3]", b"[" + b"9" * 5000 + b"]"), "not valid JSON"),
     (LINE.replace(b"[0, 1, 2, 3]", b"[[[0]], 1, 2, 3]"), r"key 'tokens\[0\]' must be an integer"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sao_jax.ops import masking, policy_losses
+from sao_jax.ops import importance, masking, policy_losses
 from tests.ops import oracles
 
 MATH = {"eps_low": 0.3, "eps_high": 5.0}
@@ -177,6 +177,9 @@ def test_icepop_bounds_are_inclusive_and_weight_is_detached():
   np.testing.assert_allclose(f(logp, old, behavior, 1.0, True), [-0.5, -5, 0, 0, -2], rtol=1e-5)
   g = jax.grad(lambda x: f(x, old, behavior, 1.0, True).sum())(logp)
   np.testing.assert_allclose(g, [-0.5, -5, 0, 0, -2], rtol=1e-5)
+  below, above = importance.icepop_outside(old, behavior, low=0.5, high=5.0)  # the metrics count what the loss masks
+  np.testing.assert_array_equal(below | above, g == 0.0)
+  assert below.tolist() == [False, False, True, False, False]
 
 
 def test_gspo_gradient_is_the_papers():

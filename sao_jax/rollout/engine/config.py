@@ -44,7 +44,8 @@ class EngineConfig:
   max_len: int = 512
   """Maximum tokens of a trajectory: prompt, actions and observations. A longer one is 'truncated'."""
   max_action_tokens: int = 128
-  """Maximum tokens of one action. Without a stop id until then, the episode ends: 'truncated', reward 0."""
+  """Maximum tokens of one action. Without a stop id until then, the episode ends 'truncated'. The action
+  earns nothing; earlier rewards stay unless `truncated_reward` is given."""
   max_turns: int = 8
   """Maximum actions of a trajectory. After that many the episode is 'truncated' and keeps its last reward."""
   truncated_reward: float | None = None

@@ -338,7 +338,7 @@ class EngineCluster:
     self._lost.extend(again)
     for request in failed:
       died = self._deaths.pop(request.episode_id)
-      _log.warning("episode %d failed (engine_died): %d engines died with it.", request.episode_id, died)
+      _log.warning("episode %d failed (engine_died): %d engines died while they ran it.", request.episode_id, died)
       fail(request)
     self._engines[engine.index] = self._start_engine(engine.index, restarts=engine.restarts + 1)
 

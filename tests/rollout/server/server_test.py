@@ -307,7 +307,7 @@ REJECTED = {
   "top_p": ("/v1/completions", {"prompt": [3], "top_p": 0.8}, 400, "top_p must be 1"),
   "stop_text": ("/v1/completions", {"prompt": [3], "stop": ["x"]}, 400, "stop must be []"),
   "temperature": ("/v1/completions", {"prompt": [3], "temperature": 0.7}, 400, "temperature must be 1.0"),
-  "hot": ("/v1/completions", b'{"prompt": [3], "temperature": NaN}', 400, "NaN is not JSON"),
+  "hot": ("/v1/completions", b'{"prompt": [3], "temperature": NaN}', 400, "NaN is not valid JSON"),
   "cold": ("/v1/completions", b'{"prompt": [3], "temperature": 1' + b"0" * 400 + b"}", 400, "must be a finite number"),
   "surrogate": ("/v1/completions", b'{"prompt": [3], "request_id": "\\ud800"}', 400, "without lone surrogates"),
   "no_end": ("/v1/completions", {"prompt": [3], "ignore_eos": True}, 400, "ignore_eos must come with stop_token_ids"),
