@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from sao_jax.io.loggers import WandbMode
 from sao_jax.learner import algorithms
-from sao_jax.learner.config import LearnerConfig, OptimizerConfig
+from sao_jax.learner.config import LearnerConfig, OptimizerConfig, require
 from sao_jax.models.config import ModelConfig
 from sao_jax.parallel.mesh import MeshConfig, RolloutMeshConfig
 from sao_jax.rollout.engine.config import REMOVED_FIELDS, EngineConfig
@@ -22,11 +22,6 @@ from sao_jax.rollout.remote.config import RemoteConfig
 Schedule = Literal["async", "sync", "lagged"]
 Stage = Literal["warm_start", "value_pretraining", "rl"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
-
-
-def _require(condition: bool, name: str, received: Any, allowed: str) -> None:
-  if not condition:
-    raise ValueError(f"{name} must be {allowed}; received {received!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +37,7 @@ class EnvConfig:
   def __post_init__(self) -> None:
     if self.factory is not None:
       module, _, function = self.factory.partition(":")
-      _require(bool(module and function), "env.factory", self.factory, "of the form 'module:function'")
+      require(bool(module and function), "env.factory", self.factory, "of the form 'module:function'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,10 +56,10 @@ class WarmStartConfig:
   pretraining."""
 
   def __post_init__(self) -> None:
-    _require(self.num_steps >= 0, "warm_start.num_steps", self.num_steps, ">= 0")
-    _require(self.batch_size >= 1, "warm_start.batch_size", self.batch_size, ">= 1")
-    _require(self.log_every >= 1, "warm_start.log_every", self.log_every, ">= 1")
-    _require(self.save_every >= 1, "warm_start.save_every", self.save_every, ">= 1")
+    require(self.num_steps >= 0, "warm_start.num_steps", self.num_steps, ">= 0")
+    require(self.batch_size >= 1, "warm_start.batch_size", self.batch_size, ">= 1")
+    require(self.log_every >= 1, "warm_start.log_every", self.log_every, ">= 1")
+    require(self.save_every >= 1, "warm_start.save_every", self.save_every, ">= 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +83,8 @@ class CriticConfig:
 
   def __post_init__(self) -> None:
     count = self.pretraining_trajectories
-    _require(count >= 0, "critic.pretraining_trajectories", count, ">= 0")
-    _require(self.pretraining_epochs >= 1, "critic.pretraining_epochs", self.pretraining_epochs, ">= 1")
+    require(count >= 0, "critic.pretraining_trajectories", count, ">= 0")
+    require(self.pretraining_epochs >= 1, "critic.pretraining_epochs", self.pretraining_epochs, ">= 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +99,7 @@ class CheckpointConfig:
   """Number of further checkpoints to keep, those with the highest training success rate."""
 
   def __post_init__(self) -> None:
-    _require(self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, ">= 1")
+    require(self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, ">= 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,9 +115,9 @@ class LoggingConfig:
 
   def __post_init__(self) -> None:
     kinds = ("sample", "all")
-    _require(self.trajectories in kinds, "logging.trajectories", self.trajectories, f"one of {', '.join(kinds)}")
+    require(self.trajectories in kinds, "logging.trajectories", self.trajectories, f"one of {', '.join(kinds)}")
     modes = get_args(WandbMode)
-    _require(self.wandb_mode in modes, "logging.wandb_mode", self.wandb_mode, f"one of {', '.join(modes)}")
+    require(self.wandb_mode in modes, "logging.wandb_mode", self.wandb_mode, f"one of {', '.join(modes)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,34 +198,34 @@ class RunConfig:
 
   def __post_init__(self) -> None:
     known = algorithms.ALGORITHMS
-    _require(self.algorithm in known, "algorithm", self.algorithm, f"one of {', '.join(known)}")
-    _require(self.schedule in get_args(Schedule), "schedule", self.schedule, f"one of {', '.join(get_args(Schedule))}")
-    _require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
+    require(self.algorithm in known, "algorithm", self.algorithm, f"one of {', '.join(known)}")
+    require(self.schedule in get_args(Schedule), "schedule", self.schedule, f"one of {', '.join(get_args(Schedule))}")
+    require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
     for name in ("num_steps", "lag", "max_staleness", "max_skipped_in_a_row", "eval_episodes", "eval_every_steps"):
-      _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+      require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
     error = self.max_logprob_error
-    _require(error is None or error >= 0, "max_logprob_error", error, ">= 0 or None")
+    require(error is None or error >= 0, "max_logprob_error", error, ">= 0 or None")
     for name in ("batch_size", "group_size"):
-      _require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+      require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
     divides = self.batch_size % self.group_size == 0
-    _require(divides, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
+    require(divides, "group_size", self.group_size, f"a divisor of batch_size = {self.batch_size}")
     for name in self.may_change:
-      _require(name in MAY_CHANGE, "may_change", name, f"out of {', '.join(sorted(MAY_CHANGE))}")
+      require(name in MAY_CHANGE, "may_change", name, f"out of {', '.join(sorted(MAY_CHANGE))}")
     self._apply_algorithm()
     self._check_schedule()
-    _require(
+    require(
       self.learner.row_length >= self.engine.max_len,
       "learner.row_length",
       self.learner.row_length,
       f"at least engine.max_len = {self.engine.max_len}: a trajectory must fit in one row",
     )
-    _require(
+    require(
       self.learner.temperature == self.engine.temperature,
       "learner.temperature",
       self.learner.temperature,
       f"engine.temperature = {self.engine.temperature}: both must score the same distribution",
     )
-    _require(
+    require(
       self.engine.top_p == 1.0 or self.num_steps == 0,
       "engine.top_p",
       self.engine.top_p,
@@ -253,7 +248,7 @@ class RunConfig:
     missing = {name: value for name, value in fields.items() if getattr(self.learner, name) == defaults[name]}
     object.__setattr__(self, "learner", dataclasses.replace(self.learner, **missing))
     for name, value in fields.items():
-      _require(
+      require(
         getattr(self.learner, name) == value,
         f"learner.{name}",
         getattr(self.learner, name),
@@ -261,29 +256,29 @@ class RunConfig:
       )
     with_it = f"with algorithm={self.algorithm!r}"
     if self.learner.needs_groups:
-      _require(self.group_size > 1, "group_size", self.group_size, f"greater than 1 {with_it}")
+      require(self.group_size > 1, "group_size", self.group_size, f"greater than 1 {with_it}")
     else:
-      _require(self.group_size == 1, "group_size", self.group_size, f"1 {with_it}: single rollouts")
+      require(self.group_size == 1, "group_size", self.group_size, f"1 {with_it}: single rollouts")
 
   def _check_schedule(self) -> None:
     lagged = self.schedule == "lagged"
-    _require(lagged or self.lag == 0, "lag", self.lag, f"0 with schedule={self.schedule!r}")
+    require(lagged or self.lag == 0, "lag", self.lag, f"0 with schedule={self.schedule!r}")
     switch = self.lag_switch_chunks
-    _require(lagged or switch is None, "lag_switch_chunks", switch, "None unless lagged")
-    _require(switch is None or switch >= 1, "lag_switch_chunks", switch, ">= 1 or None")
-    _require(self.lag <= self.max_staleness, "lag", self.lag, f"at most max_staleness = {self.max_staleness}")
+    require(lagged or switch is None, "lag_switch_chunks", switch, "None unless lagged")
+    require(switch is None or switch >= 1, "lag_switch_chunks", switch, ">= 1 or None")
+    require(self.lag <= self.max_staleness, "lag", self.lag, f"at most max_staleness = {self.max_staleness}")
     counted = switch is None or self.remote.url is None
-    _require(counted, "lag_switch_chunks", switch, "None with a remote.url: a server's decode chunks are not counted")
+    require(counted, "lag_switch_chunks", switch, "None with a remote.url: a server's decode chunks are not counted")
     engines = self.cluster.num_engines
-    _require(engines == 0 or self.schedule == "async", "cluster.num_engines", engines, "0 unless async")
-    _require(engines == 0 or self.remote.url is None, "cluster.num_engines", engines, "0 with a remote.url")
+    require(engines == 0 or self.schedule == "async", "cluster.num_engines", engines, "0 unless async")
+    require(engines == 0 or self.remote.url is None, "cluster.num_engines", engines, "0 with a remote.url")
     placed = self.rollout_mesh
     with_others = "RolloutMeshConfig() with cluster.num_engines or a remote.url: it places embedded engines"
     embedded = engines == 0 and self.remote.url is None
-    _require(embedded or placed.follows_learner, "rollout_mesh", placed, with_others)
+    require(embedded or placed.follows_learner, "rollout_mesh", placed, with_others)
     capacity = self.queue_capacity
     enough = capacity is None or capacity >= self.batch_size
-    _require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
+    require(enough, "queue_capacity", capacity, f">= batch_size = {self.batch_size}")
 
 
 MAY_DIFFER = frozenset({
