@@ -60,8 +60,10 @@ class SimulationConfig:
     if self.judge_url is not None and not self.judge_model:
       raise ValueError("judge_model must be given with judge_url; received ''.")
     if self.judge_key_variable is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.judge_key_variable):
-      # The value is not shown, since it may be the key itself.
-      raise ValueError("judge_key_variable must name an environment variable; received what cannot be such a name.")
+      raise ValueError(
+        "judge_key_variable must name an environment variable; the received value is not a name. It is not shown here, "
+        "since it may be the key itself."
+      )
 
   @property
   def num_steps(self) -> int:

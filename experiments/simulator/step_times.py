@@ -85,7 +85,7 @@ def step_times(
   context: float,
   observation: float,
 ) -> StepTimes:
-  """Computes step times.
+  """Computes step times of engine and learner from a compiled decode step and a chip's stated rates.
 
   Args:
     report: the decode step's figures, of an engine of `chips_per_engine` chips.

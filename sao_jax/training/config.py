@@ -189,7 +189,8 @@ class RunConfig:
   Unfilled rows of a batch are padding."""
   rollout_mesh: RolloutMeshConfig = RolloutMeshConfig()
   """Devices of the embedded engines; by default those of the learner. `engine.num_slots` counts the slots of one
-  engine, and must be a multiple of data x fsdp x expert of its mesh, and `engine.max_len` of context."""
+  engine, and must be, for each stream, a multiple of data x fsdp x expert of its mesh. `engine.page_size` must be a
+  multiple of context."""
   checkpoint: CheckpointConfig = CheckpointConfig()
   may_change: tuple[str, ...] = ()
   """Further fields that a resumed run may change, out of `MAY_CHANGE`: a learning rate, for example. The change is

@@ -90,7 +90,7 @@ class LineProcess:
   def exchange(self, line: bytes, timeout_s: float | None = None) -> bytes:
     """Sends a line, unless it is empty, and returns the next line of the program.
 
-    A process that gives no reply is stopped, also when this call is interrupted.
+    A process that gives no reply is stopped, even if this call is interrupted.
 
     Args:
       line: the request, with its line break.
