@@ -242,7 +242,7 @@ class CallReader:
 
 
 def _refuse(constant: str) -> NoReturn:
-  raise ValueError(f"{constant} is not JSON")
+  raise ValueError(f"{constant} is not valid JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)

@@ -29,7 +29,7 @@ class BadRequestError(Exception):
 
 
 def _no_constant(name: str) -> Any:
-  raise ValueError(f"{name} is not JSON")
+  raise ValueError(f"{name} is not valid JSON")
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
