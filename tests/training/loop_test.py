@@ -23,6 +23,7 @@ from sao_jax.training import evaluation, loop, run_state, stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import MAY_DIFFER, CheckpointConfig, CriticConfig, RunConfig, WarmStartConfig, to_json
 from tests.bare_run import bare, busy_domain
+from tests.models.tiny import indexed
 from tests.tiny_domain import VOCABULARY, tiny_domain
 
 TIMES = ("time_s", "rollout_tokens_per_s", "learner_busy_fraction", "engine_busy_fraction", "eval_seconds")
@@ -110,6 +111,20 @@ def test_sync_is_on_policy(tmp_path: pathlib.Path) -> None:
   assert any(row["policy_grad_norm"] > 0 for row in rows)
   assert json.loads((tmp_path / "summary.json").read_text()) == summary
   assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 16
+
+
+def test_a_model_of_sparse_latent_attention_trains_and_resumes(tmp_path: pathlib.Path) -> None:
+  """All stages of a GLM-5-like policy, whose engine attends to chosen tokens over a cache of latents."""
+  policy = indexed(vocab_size=len(VOCABULARY), num_layers=2, indexer_types=("full", "shared"), init_std=0.25)
+  config = tiny_config(policy=policy, num_steps=2, checkpoint=CheckpointConfig(every_steps=1))
+  loop.train(config, tiny_domain(), tmp_path)
+  summary = loop.train(dataclasses.replace(config, num_steps=3), tiny_domain(), tmp_path)
+  assert summary is not None and summary["failed_episodes"] == 0
+  rows, _ = read_metrics(tmp_path)
+  assert [row["step"] for row in rows] == [1, 2, 3]
+  for row in rows:
+    assert row["dis_masked_fraction"] == 0 and abs(row["ratio_mean"] - 1) < 1e-5 and row["logprob_error"] < 1e-5
+  assert any(row["policy_grad_norm"] > 0 for row in rows)
 
 
 def test_value_pretraining_keeps_what_it_reached(stages_done: pathlib.Path) -> None:
