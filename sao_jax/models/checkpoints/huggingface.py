@@ -391,6 +391,7 @@ def _write_shards(
   def flush() -> None:
     path = folder / _PART.format(f"{len(written):05d}")
     safetensors.numpy.save_file(dict(pending), path, metadata={"format": "pt"})
+    path.chmod(0o644)  # the library writes for its owner alone; a server may run as another user
     written.append((path, {name: value.nbytes for name, value in pending.items()}))
     pending.clear()
 

@@ -111,6 +111,7 @@ def test_sharded_files_in_bfloat16(tmp_path: pathlib.Path) -> None:
   models.save_hf(tmp_path, half, cast, max_shard_bytes=40_000)
   assert len(list(tmp_path.glob("model-*.safetensors"))) >= 3
   assert not list(tmp_path.glob(".*"))
+  assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
   read, again = models.load_hf(tmp_path)
   assert (read.param_dtype, read.dtype) == ("bfloat16", "float32")
   _equal_trees(again, cast)
