@@ -80,6 +80,9 @@ _MEMORY_ONLY = flags.DEFINE_bool(
   "memory_only", False, "Stops before code generation, so that no FLOPs are reported. Needs --topology."
 )
 _FROZEN = flags.DEFINE_list("frozen", ["attention"], "The frozen components of the critic.")
+_KL_COEF = flags.DEFINE_float(
+  "kl_coef", 0.0, "The learner's kl_coef: above 0, a reference policy is held and evaluated.", lower_bound=0.0
+)
 _CHUNK = flags.DEFINE_integer("logprob_chunk", 1024, "The number of tokens per device whose logits exist at a time.")
 
 
@@ -105,7 +108,7 @@ def main(argv: Sequence[str]) -> None:
     check_engine_mesh("--rollout_mesh", aot.policy_shapes(model), engine_mesh)
   learner = LearnerConfig(
     eps_low=0.3, eps_high=5.0, frozen_critic=tuple(_FROZEN.value), row_length=load.seq, rows_per_microbatch=rows,
-    logprob_chunk_size=_CHUNK.value,
+    logprob_chunk_size=_CHUNK.value, kl_coef=_KL_COEF.value,
   )  # fmt: skip
   target = _TOPOLOGY.value or "virtual CPU devices"
   print(f"{_MODEL.value} on {target}: learner {shown(mesh)}; engine {shown(engine_mesh)}")
@@ -209,7 +212,7 @@ def report_resident(model: ModelConfig, learner: LearnerConfig, mesh: Mesh) -> i
   """Prints weights, optimizer states and what freezing saves; returns the bytes per device, by the sharding rules."""
   state = aot.state_shapes(model, learner)
   print(f"\n{'resident':<22}{'total':>12}{'per device':>12}")
-  parts = ("policy", "policy_opt", "critic", "critic_opt")
+  parts = ("policy", "policy_opt", "critic", "critic_opt", *(("reference",) if learner.kl_coef else ()))
   on_device = [aot.device_bytes(getattr(state, name), mesh) for name in parts]
   for name, size in zip(parts, on_device, strict=True):
     print(f"{name:<22}{readable(aot.total_bytes(getattr(state, name))):>12}{readable(size):>12}")

@@ -205,7 +205,7 @@ def placed(tree: Any, shardings: Any) -> Any:
 
 
 def state_shapes(model: ModelConfig, learner: LearnerConfig) -> LearnerState:
-  """Returns the shapes of policy, critic and both optimizers."""
+  """Returns the shapes of policy, critic and both optimizers, and of a reference policy if the learner has one."""
 
   def make() -> LearnerState:
     key = jax.random.key(0)
@@ -242,7 +242,7 @@ def lower_policy_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, lo
 def lower_critic_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
   """Lowers the critic's K updates with its frozen components. The policy is left out."""
   step = make_critic_step(learner, constrain_params(value_apply(model), mesh), jit=False)
-  state = state_shapes(model, learner)._replace(policy=None, policy_opt=None)
+  state = state_shapes(model, learner)._replace(policy=None, policy_opt=None, reference=None)
   return _lower_step(step, mesh, state, batch_shapes(load))
 
 

@@ -154,12 +154,9 @@ def math(
   grader = MathGrader()
 
   def read(path: str) -> list[dict[str, Any]]:
-    if not reward.needs_grade:
-      return problem_file.read_rows(path, question_field)
-    problems = problem_file.read(path, question_field, answer_field)
-    good = set(problem_file.gradable(path, problems, grader, on_unreadable))
-    rows = zip(problem_file.read_rows(path, question_field), problems, strict=True)
-    return [{**row, answer_field: answer} for row, (text, answer) in rows if (text, answer) in good]
+    if reward.needs_grade:
+      return _gradable_rows(path, question_field, answer_field, grader, on_unreadable)
+    return problem_file.read_rows(path, question_field)
 
   try:
     files = {path: read(path) for path in dict.fromkeys((train, held_out or train))}
@@ -216,6 +213,16 @@ def coding(
     tokenizer=chat.tokenizer,
     demonstrate=chat_demonstrations.load(chat, demonstrations) if demonstrations else None,
   )
+
+
+def _gradable_rows(
+  path: str, question_field: str, answer_field: str, grader: MathGrader, on_unreadable: problem_file.OnUnreadable
+) -> list[dict[str, Any]]:
+  """Returns the lines whose answer the grader can read, with the answer as text."""
+  problems = problem_file.read(path, question_field, answer_field)
+  good = set(problem_file.gradable(path, problems, grader, on_unreadable))
+  rows = zip(problem_file.read_rows(path, question_field), problems, strict=True)
+  return [{**row, answer_field: answer} for row, (text, answer) in rows if (text, answer) in good]
 
 
 def _domain(

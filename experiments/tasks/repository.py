@@ -64,14 +64,7 @@ def make_domain(
   """
   if (folders is None) == (images is None):
     raise ValueError(f"either folders or images must be given; received {folders!r} and {images!r}.")
-  config = checked(RepositoryConfig, options)
-  defaults = {name: getattr(PythonRuns.config, name) for name in PythonToolConfig.__dataclass_fields__}
-  limits = checked(PythonToolConfig, {**defaults, **(tool or {})})
-  if images is None:
-    if "pytest" not in limits.packages:
-      raise ValueError(f"packages of the tool must hold 'pytest'; received {limits.packages!r}.")
-    with PythonTool(limits) as probe:  # reports a missing package now, and warns once where bubblewrap does not work
-      limits = dataclasses.replace(limits, backend=probe.backend)
+  config, limits = checked(RepositoryConfig, options), _tool_limits(tool or {}, in_images=images is not None)
 
   def prepare(instance: SweBenchInstance) -> Repository:
     root = pathlib.Path(str(folders or images), instance.instance_id)
@@ -111,3 +104,15 @@ def make_domain(
     close=lambda: None,
     files=tuple(instances),
   )
+
+
+def _tool_limits(tool: Mapping[str, Any], *, in_images: bool) -> PythonToolConfig:
+  """Returns the tool's settings. Without images its packages are this interpreter's, and pytest must be among them."""
+  defaults = {name: getattr(PythonRuns.config, name) for name in PythonToolConfig.__dataclass_fields__}
+  limits: PythonToolConfig = checked(PythonToolConfig, {**defaults, **tool})
+  if in_images:
+    return limits
+  if "pytest" not in limits.packages:
+    raise ValueError(f"packages of the tool must hold 'pytest'; received {limits.packages!r}.")
+  with PythonTool(limits) as probe:  # reports a missing package now, and warns once where bubblewrap does not work
+    return dataclasses.replace(limits, backend=probe.backend)

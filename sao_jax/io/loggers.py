@@ -12,7 +12,7 @@ import os
 import pathlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tensorboardX.event_file_writer import EventsWriter
@@ -20,39 +20,42 @@ from tensorboardX.proto import event_pb2, summary_pb2
 
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.metric_table import tag
+from sao_jax.types import Trajectory
 from sao_jax.utils.extras import require_extra
 
 WandbMode: TypeAlias = Literal["online", "offline", "disabled"]
 
 
 class MetricsLogger(Protocol):
-  """Receives every row of a run, in the order in which `metrics.jsonl` has them."""
+  """Receives every row of a run, in the order in which `metrics.jsonl` has them. Who makes a logger closes it."""
 
-  def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Logs a row: of learner step `step`, or of the evaluation after it, whose keys begin with `eval_`."""
-    ...
+  def write(self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()) -> None:
+    """Logs a row.
 
-  def close(self) -> None:
-    """Called once, after the last row."""
+    Args:
+      step: the learner step, or the number of steps before an evaluation.
+      values: metrics by key; those of an evaluation begin with `eval_`.
+      trajectories: the step's batch, or the evaluation's episodes.
+    """
     ...
 
 
 class CallbackLogger:
   """Calls a function with every row. Its exceptions end the run.
 
-  >>> logger = CallbackLogger(lambda step, values: print(step, values["entropy"]))
+  >>> logger = CallbackLogger(lambda step, values, trajectories: print(step, values["entropy"], len(trajectories)))
   >>> logger.write(1, {"entropy": 0.5})
-  1 0.5
+  1 0.5 0
 
   Args:
-    function: called with the step and the row.
+    function: called as `function(step, values, trajectories)`, see `MetricsLogger.write`.
   """
 
-  def __init__(self, function: Callable[[int, Mapping[str, float]], None]):
-    self.write = function
+  def __init__(self, function: Callable[[int, Mapping[str, float], Sequence[Trajectory]], None]):
+    self._function = function
 
-  def close(self) -> None:
-    pass
+  def write(self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()) -> None:
+    self._function(step, values, trajectories)
 
 
 class TensorBoardLogger:
@@ -70,7 +73,7 @@ class TensorBoardLogger:
     with workdir_lib.named_errors(self._events):
       self._board.write_event(event_pb2.Event(wall_time=time.time(), step=restored_step + 1, session_log=start))
 
-  def write(self, step: int, values: Mapping[str, float]) -> None:
+  def write(self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()) -> None:
     scalars = [
       summary_pb2.Summary.Value(tag=tag(key), simple_value=value)
       for key, value in values.items()
@@ -116,7 +119,7 @@ class WandbLogger:
       dir=str(folder), config=dict(config), settings=wandb.Settings(console="off", silent=True),
     )  # fmt: skip
 
-  def write(self, step: int, values: Mapping[str, float]) -> None:
+  def write(self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()) -> None:
     self._run.log({tag(key): value for key, value in values.items()}, step=step)
 
   def close(self) -> None:

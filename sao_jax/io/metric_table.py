@@ -92,6 +92,10 @@ METRICS: tuple[Metric, ...] = (
   Metric("policy_loss", "policy", "loss before the update; its level means little"),
   Metric("policy_grad_norm", "policy", "global L2 norm before clipping", "steady; spikes may precede a collapse"),
   Metric("entropy", "policy", "mean entropy of the action tokens' distributions, in nats", "falls slowly, not to 0"),
+  Metric(
+    "reference_kl", "policy", "estimated KL divergence of the policy from the reference, with `learner.kl_coef`",
+    "grows slowly, and stays bounded",
+  ),
   Metric("lambda_policy_mean", "policy", "mean λ of the policy's advantages"),
   Metric("advantage_mean", "policy", "mean advantage of action tokens", "near 0"),
   Metric("advantage_std", "policy", "its standard deviation", "above 0"),

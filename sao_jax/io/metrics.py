@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -40,7 +39,7 @@ class MetricsWriter:
       workdir: the run's folder; must exist.
       restored_step: the learner step of the restored checkpoint, 0 for a new run. Later rows, which a killed run wrote,
         are dropped: the resumed run writes them again.
-      loggers: further places for the rows, besides TensorBoard's event files; closed with this object.
+      loggers: further places for the rows, besides TensorBoard's event files. The caller closes them.
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
     kept = jsonl.cut_after_step(path, restored_step)
@@ -51,7 +50,8 @@ class MetricsWriter:
       logging.warning("%s: expected rows of steps 1 to %d, found %d rows.", path, restored_step, len(steps))
     self._last_step = restored_step
     self._file = jsonl.JsonlFile(path)
-    self._loggers = (TensorBoardLogger(workdir, restored_step=restored_step), *loggers)
+    self._board = TensorBoardLogger(workdir, restored_step=restored_step)
+    self._loggers = (self._board, *loggers)
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Writes the row of learner step `step` (1, 2, ...).
@@ -99,10 +99,10 @@ class MetricsWriter:
       logger.write(step, row)
 
   def close(self) -> None:
-    with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
-      for logger in self._loggers:
-        stack.callback(logger.close)
-      stack.callback(self._file.close)
+    try:
+      self._file.close()
+    finally:
+      self._board.close()
 
   def __enter__(self) -> MetricsWriter:
     return self

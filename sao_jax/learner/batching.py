@@ -110,14 +110,7 @@ def pack(
   >>> batch.segment_ids.tolist(), batch.positions.tolist(), stats.fill
   ([[[1, 1, 1, 2, 2, 2, 0, 0]]], [[[0, 1, 2, 0, 1, 2, 0, 0]]], 0.75)
   """
-  if not trajectories:
-    raise ValueError("pack needs at least one trajectory; received none.")
-  for trajectory in trajectories:
-    if len(trajectory.tokens) > row_length:
-      raise ValueError(
-        f"Trajectory {trajectory.episode_id} has {len(trajectory.tokens)} tokens, more than row_length = {row_length}. "
-        "Trajectories are never split: raise row_length, or lower the engine's max_len."
-      )
+  _check_lengths(trajectories, row_length)
   baselines = np.zeros(len(trajectories), np.float32) if baseline_adv is None else np.asarray(baseline_adv, np.float32)
   if baselines.shape != (len(trajectories),):
     raise ValueError(
@@ -131,8 +124,7 @@ def pack(
     start = 0
     for segment, member in enumerate(row, start=1):
       trajectory = trajectories[member]
-      turns = lambda_length == "turns"
-      length = num_turns(trajectory) if turns else trajectory.num_actions
+      length = num_turns(trajectory) if lambda_length == "turns" else trajectory.num_actions
       where = (index % used, index // used, slice(start, start + len(trajectory.tokens)))
       _write(arrays, where, trajectory, segment, max(0.0, 1.0 - 1.0 / (alpha * length)), baselines[member])
       start += len(trajectory.tokens)
@@ -181,6 +173,17 @@ def turn_ids(action_mask: Bool[np.ndarray, "T"]) -> Int32[np.ndarray, "T"]:
 def num_turns(trajectory: Trajectory) -> int:
   """Number of runs of action tokens, which are the steps of step-level advantages."""
   return int(turn_ids(trajectory.action_mask).max())
+
+
+def _check_lengths(trajectories: Sequence[Trajectory], row_length: int) -> None:
+  if not trajectories:
+    raise ValueError("pack needs at least one trajectory; received none.")
+  for trajectory in trajectories:
+    if len(trajectory.tokens) > row_length:
+      raise ValueError(
+        f"Trajectory {trajectory.episode_id} has {len(trajectory.tokens)} tokens, more than row_length = {row_length}. "
+        "Trajectories are never split: raise row_length, or lower the engine's max_len."
+      )
 
 
 def _empty(shape: tuple[int, int, int]) -> dict[str, np.ndarray]:

@@ -100,6 +100,13 @@ class LearnerConfig:
   positive_weight: float = 0.0
   """Weight of VAPO's loss on positive examples: the mean negative log-likelihood of the action tokens of trajectories
   with a positive return (VAPO: 0.1)."""
+  kl_coef: float = 0.0
+  """Coefficient of the KL divergence to the reference policy, the policy at the start of RL, which is added to the loss
+  (`ops.policy_losses.kl_loss`). It takes a copy of the policy and a forward pass per step; 0: neither. Not part of
+  SAO."""
+  entropy_coef: float = 0.0
+  """Coefficient of the entropy bonus, which is subtracted from the loss (`ops.policy_losses.entropy_loss`). Not part of
+  SAO."""
   hold_policy_steps: int = 0
   """Number of learner steps at the start during which only the critic learns."""
   temperature: float = 1.0
@@ -168,6 +175,8 @@ class LearnerConfig:
     require(0.0 <= bounds[0] < bounds[1], "(icepop_low, icepop_high)", bounds, "0 <= low < high")
     require(self.is_cap > 0.0, "is_cap", self.is_cap, "> 0")
     require(self.positive_weight >= 0.0, "positive_weight", self.positive_weight, ">= 0")
+    require(0.0 <= self.kl_coef < _MOST, "kl_coef", self.kl_coef, f">= 0 and < {_MOST:g}")
+    require(0.0 <= self.entropy_coef < _MOST, "entropy_coef", self.entropy_coef, f">= 0 and < {_MOST:g}")
     require(self.temperature > 0.0, "temperature", self.temperature, "> 0")
 
   def _check_advantages(self) -> None:
@@ -190,6 +199,11 @@ class LearnerConfig:
   def uses_critic(self) -> bool:
     """Whether advantages come from a value model."""
     return self.advantage != "baseline"
+
+  @property
+  def regularized(self) -> bool:
+    """Whether the policy's loss has a term that does not depend on advantages or ratios."""
+    return self.kl_coef > 0.0 or self.entropy_coef > 0.0
 
   @property
   def per_step(self) -> bool:

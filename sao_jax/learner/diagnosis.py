@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sao_jax.learner import batching, targets, update
+from sao_jax.learner import batching, regularization, targets, update
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.learner.state import LearnerState
 from sao_jax.types import PolicyApply, TokenBatch, Trajectory, ValueApply
@@ -23,9 +23,9 @@ the batch overflow. Since the update was skipped, the model's parameters are sti
 def make_diagnosis(config: LearnerConfig, policy_apply: PolicyApply, value_apply: ValueApply | None) -> Diagnosis:
   """Builds a function that names the quantities of each trajectory that are not finite, each examined on its own.
 
-  The quantities are reward, behavior_logp, logp, ratio, policy_loss, policy_gradient, value, return, advantage,
-  value_loss and critic_gradient. It costs about a learner step per microbatch-full of trajectories, so use it on
-  skipped batches only. Baselines from rewards alone are not examined: their advantage is 1 here.
+  The quantities are reward, behavior_logp, reference_logp, logp, ratio, policy_loss, policy_gradient, value, return,
+  advantage, value_loss and critic_gradient. It costs about a learner step per microbatch-full of trajectories, so use
+  it on skipped batches only. Baselines from rewards alone are not examined: their advantage is 1 here.
 
   Args:
     config: the learner's.
@@ -74,10 +74,14 @@ def _quantities(
       "value_loss": jnp.isfinite(critic.metrics["value_loss"]),
       "critic_gradient": jnp.isfinite(critic.metrics["critic_grad_norm"]),
     }
+  reference_logp = regularization.reference_logp(config, policy_apply, state.reference, batch, used)
+  if reference_logp is not None:
+    result["reference_logp"] = finite(reference_logp)
   zeros = jnp.zeros_like(batch.behavior_logp)
   gradient, loss, outputs = update.policy_gradient(
     config, policy_apply, state.policy, batch, adv, 0, used,
     denominator=jnp.maximum(jnp.sum(mask), 1), outputs=update.PolicyOutputs(zeros, zeros),
+    reference_logp=reference_logp,
   )  # fmt: skip
   return result | {
     "logp": finite(outputs.logp),

@@ -10,8 +10,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int, Int32
 
+from sao_jax.learner import microbatches
+from sao_jax.learner.config import LearnerConfig
 from sao_jax.ops import logprobs, masking
 from sao_jax.parallel.axes import ROWS, axes_for
 from sao_jax.types import AnyArray, Params, PolicyApply, PolicyOutput, TokenBatch
@@ -76,3 +78,24 @@ def action_logprobs(
       check_vma=False,
     )  # fmt: skip
   return score(masking.align_predictions(output.hidden), head, batch.tokens, batch.action_mask)
+
+
+def batch_logprobs(
+  config: LearnerConfig, policy_apply: PolicyApply, params: Params, batch: TokenBatch, num_microbatches: Int[Array, ""]
+) -> Float32[Array, "M B T"]:
+  """Log-probs of a batch's action tokens, as constants; 0 elsewhere and in unused microbatches.
+
+  Args:
+    config: names the temperature and the chunk size.
+    policy_apply: the policy.
+    params: its parameters.
+    batch: `[M, B, T]` leaves.
+    num_microbatches: microbatches from this on are not computed.
+  """
+
+  def logp(tokens: TokenBatch) -> jax.Array:
+    output = policy_apply(params, tokens.tokens, tokens.positions, tokens.segment_ids)
+    return action_logprobs(output, tokens, temperature=config.temperature, chunk_size=config.logprob_chunk_size)[0]
+
+  buffers = jnp.zeros_like(batch.behavior_logp)
+  return jax.lax.stop_gradient(microbatches.map_microbatches(logp, batch, buffers, 0, num_microbatches))

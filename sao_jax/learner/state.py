@@ -27,7 +27,7 @@ class Counters(NamedTuple):
 
 
 class LearnerState(NamedTuple):
-  """Policy, critic, their optimizers and counts.
+  """Policy, critic, their optimizers, counts, and the reference policy.
 
   Jitted steps donate it, so others that need the parameters (the rollout engine) must take a copy.
   """
@@ -41,6 +41,8 @@ class LearnerState(NamedTuple):
   step: Int32[Array, ""]
   """Number of learner steps done."""
   counters: Counters
+  reference: Params | None = None
+  """The policy at the start of RL, which `kl_coef` keeps the policy near to; None with `kl_coef` = 0."""
 
   @property
   def version(self) -> Int32[AnyArray, ""]:
@@ -77,6 +79,7 @@ def init_state(config: LearnerConfig, policy_params: Params, critic_params: Para
     critic_opt=critic_opt,
     step=jnp.zeros((), jnp.int32),
     counters=Counters(*(jnp.zeros((), jnp.int32) for _ in Counters._fields)),
+    reference=copy_leaves(policy_params) if config.kl_coef > 0.0 else None,
   )
   return commit(state, policy)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from sao_jax.learner import algorithms, microbatches, optimizers, partition, scoring, targets
+from sao_jax.learner import algorithms, microbatches, optimizers, partition, regularization, scoring, targets
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.learner.state import LearnerState
 from sao_jax.ops import diagnostics, masking, value_losses
@@ -235,6 +235,7 @@ def policy_gradient(
   outputs: PolicyOutputs,
   old_logp: Float[Array, "M B T"] | None = None,
   imitation: Float[Array, "M B T"] | None = None,
+  reference_logp: Float[Array, "M B T"] | None = None,
 ) -> tuple[Params, Float32[Array, ""], PolicyOutputs]:
   """Gradient and loss of the microbatches `start <= m < stop`: a sum over action tokens, divided by `denominator`.
 
@@ -250,21 +251,24 @@ def policy_gradient(
     outputs: `[M, B, T]` log-probs and entropies; the entries of these microbatches are replaced.
     old_logp: `[M, B, T]` log-probs under π_old; None: `params` are π_old.
     imitation: `[M, B, T]` weights of a term −w log π that is added to the loss; None: no such term.
+    reference_logp: `[M, B, T]` log-probs under the reference policy; None: no KL divergence is added.
   """
 
   def loss_fn(
-    params: Params, inputs: tuple[TokenBatch, jax.Array, jax.Array | None, jax.Array | None]
+    params: Params, inputs: tuple[TokenBatch, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
   ) -> tuple[jax.Array, PolicyOutputs]:
-    tokens, adv, old, imitated = inputs
+    tokens, adv, old, imitated, reference = inputs
     logp, entropy = _forward(config, policy_apply, params, tokens)
     old = jax.lax.stop_gradient(logp) if old is None else old
     arguments = (logp, old, tokens.behavior_logp, adv, tokens.action_mask, tokens.segment_ids)
     loss = algorithms.policy_loss(config, *arguments)
     if imitated is not None:
       loss = loss - imitated * jnp.where(tokens.action_mask, logp, 0.0)
+    loss = regularization.regularized_loss(config, loss, logp, entropy, reference, tokens.action_mask)
     return jnp.sum(loss) / denominator, PolicyOutputs(logp, entropy)
 
-  return microbatches.accumulate_gradients(loss_fn, params, (batch, adv, old_logp, imitation), outputs, start, stop)
+  inputs = (batch, adv, old_logp, imitation, reference_logp)
+  return microbatches.accumulate_gradients(loss_fn, params, inputs, outputs, start, stop)
 
 
 def update_policy(
@@ -279,6 +283,7 @@ def update_policy(
   optimizer = optimizers.make_optimizer(config.policy_optimizer)
   split = config.policy_minibatches
   old_logp = _old_logp(config, policy_apply, state.policy, batch, num_microbatches)
+  reference_logp = regularization.reference_logp(config, policy_apply, state.reference, batch, num_microbatches)
   positive = targets.positive_examples(config, batch) if config.positive_weight else None
   counts = jnp.sum(batch.action_mask, axis=(1, 2))
   index = jnp.arange(counts.shape[0])
@@ -291,13 +296,13 @@ def update_policy(
     imitation = None if positive is None else _imitation(config, positive & here[:, None, None], count)
     grads, loss, outputs = policy_gradient(
       config, policy_apply, params, batch, adv, start, stop, denominator=count, outputs=outputs, old_logp=old_logp,
-      imitation=imitation,
+      imitation=imitation, reference_logp=reference_logp,
     )  # fmt: skip
     logp = outputs.logp
     arguments = (logp if old_logp is None else old_logp, batch.behavior_logp, adv, batch.action_mask, batch.segment_ids)
     low, high = (side & here[:, None, None] for side in algorithms.clip_mask(config, logp, *arguments))
     actions = batch.action_mask & here[:, None, None]
-    kept = jnp.sum(actions & ~low & ~high)
+    kept = jnp.sum(actions if config.regularized else actions & ~low & ~high)
     finite = _all_finite(logp, actions) & _all_finite(batch.behavior_logp, actions) & _all_finite(adv, actions)
     allowed = state.step >= config.hold_policy_steps
     done = optimizers.guarded_update(
@@ -319,6 +324,7 @@ def update_policy(
     own = outputs.logp if config.policy_minibatches == 1 else None
   metrics |= _engine_agreement(batch, own, state.version)
   metrics |= {"policy_loss": jnp.mean(losses), "policy_grad_norm": jnp.mean(norms)}
+  metrics |= regularization.metrics(outputs.logp, reference_logp, batch.action_mask)
   return state._replace(policy=params, policy_opt=opt_state, counters=counters), metrics
 
 
@@ -353,12 +359,7 @@ def _old_logp(
     return batch.behavior_logp
   if config.policy_minibatches == 1:
     return None
-
-  def logp(tokens: TokenBatch) -> jax.Array:
-    return _forward(config, policy_apply, params, tokens)[0]
-
-  outputs = microbatches.map_microbatches(logp, batch, jnp.zeros_like(batch.behavior_logp), 0, num_microbatches)
-  return jax.lax.stop_gradient(outputs)
+  return scoring.batch_logprobs(config, policy_apply, params, batch, num_microbatches)
 
 
 def _imitation(

@@ -46,8 +46,10 @@ from sao_jax.ops.logprobs import (
 from sao_jax.ops.masking import Moments, align_predictions, masked_mean, masked_moments, masked_whiten
 from sao_jax.ops.policy_losses import (
   dis_policy_loss,
+  entropy_loss,
   gspo_loss,
   icepop_loss,
+  kl_loss,
   ppo_clip_loss,
   score_function_loss,
   truncated_is_loss,
@@ -71,6 +73,7 @@ __all__ = [
   "dis_outside",
   "dis_policy_loss",
   "effective_sample_size",
+  "entropy_loss",
   "exclude_padding",
   "explained_variance",
   "group_relative_advantages",
@@ -79,6 +82,7 @@ __all__ = [
   "icepop_outside",
   "importance",
   "importance_ratio",
+  "kl_loss",
   "length_adaptive_lambda",
   "log_ratio",
   "logprobs",

@@ -14,19 +14,16 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Integer, Real
 from sao_jax.ops import _checks, importance
 
 
-def _prepare(logp: ArrayLike, adv: ArrayLike, action_mask: ArrayLike, **others: ArrayLike) -> tuple[jax.Array, ...]:
+def _prepare(logp: ArrayLike, action_mask: ArrayLike, **constants: ArrayLike) -> tuple[jax.Array, ...]:
   """Casts, checks shapes, sets everything off the mask to 0, and stops all gradients but that of `logp`."""
-  mask = _checks.boolean("action_mask", action_mask)
-  arrays = _checks.broadcast(
-    action_mask=mask,
+  mask, logp, *rest = _checks.broadcast(
+    action_mask=_checks.boolean("action_mask", action_mask),
     logp=_checks.float32(logp),
-    adv=_checks.float32(adv),
-    **{name: _checks.float32(x) for name, x in others.items()},
+    **{name: _checks.float32(x) for name, x in constants.items()},
   )
-  mask, logp, *constants = arrays
   # Before any arithmetic: a NaN in a branch that is not taken still poisons the gradient.
   logp = jnp.where(mask, logp, 0.0)
-  return mask, logp, *(jax.lax.stop_gradient(jnp.where(mask, x, 0.0)) for x in constants)
+  return mask, logp, *(jax.lax.stop_gradient(jnp.where(mask, x, 0.0)) for x in rest)
 
 
 def _score_loss(coefficient: jax.Array, logp: jax.Array, adv: jax.Array, mask: jax.Array) -> jax.Array:
@@ -83,7 +80,7 @@ def dis_policy_loss(
   >>> round(float(g), 4)
   -2.2103
   """
-  mask, logp, adv, behavior_logp = _prepare(logp, adv, action_mask, behavior_logp=behavior_logp)
+  mask, logp, adv, behavior_logp = _prepare(logp, action_mask, adv=adv, behavior_logp=behavior_logp)
   coefficient = importance.dis_coefficient(logp, behavior_logp, eps_low=eps_low, eps_high=eps_high)
   coefficient = jnp.where(jnp.isnan(jax.lax.stop_gradient(logp) - behavior_logp), jnp.nan, coefficient)
   return _score_loss(coefficient, logp, adv, mask)
@@ -112,7 +109,7 @@ def truncated_is_loss(
     float32 per-token losses, shape of `logp`.
   """
   _checks.interval("cap", cap, 0.0, open_low=True)
-  mask, logp, adv, behavior_logp = _prepare(logp, adv, action_mask, behavior_logp=behavior_logp)
+  mask, logp, adv, behavior_logp = _prepare(logp, action_mask, adv=adv, behavior_logp=behavior_logp)
   ratio = importance.importance_ratio(logp, behavior_logp)
   return _score_loss(jax.lax.stop_gradient(jnp.minimum(ratio, _checks.float32(cap))), logp, adv, mask)
 
@@ -137,7 +134,7 @@ def score_function_loss(
   >>> float(score_function_loss(jnp.array([-2.0]), jnp.array([0.5]), jnp.array([True]))[0])
   1.0
   """
-  mask, logp, adv = _prepare(logp, adv, action_mask)
+  mask, logp, adv = _prepare(logp, action_mask, adv=adv)
   return _score_loss(jnp.ones_like(logp), logp, adv, mask)
 
 
@@ -168,7 +165,7 @@ def ppo_clip_loss(
   Returns:
     float32 per-token losses, shape of `logp`.
   """
-  mask, logp, adv, old_logp = _prepare(logp, adv, action_mask, old_logp=old_logp)
+  mask, logp, adv, old_logp = _prepare(logp, action_mask, adv=adv, old_logp=old_logp)
   surrogate = _clipped_surrogate(logp - old_logp, adv, clip_low=clip_low, clip_high=clip_high)
   return jnp.where(mask, -surrogate, 0.0)
 
@@ -204,7 +201,7 @@ def icepop_loss(
     float32 per-token losses, shape of `logp`.
   """
   mask, logp, adv, old_logp, behavior_logp = _prepare(
-    logp, adv, action_mask, old_logp=old_logp, behavior_logp=behavior_logp
+    logp, action_mask, adv=adv, old_logp=old_logp, behavior_logp=behavior_logp
   )
   below, above = importance.icepop_outside(old_logp, behavior_logp, low=low, high=high)
   outside = below | above
@@ -247,9 +244,63 @@ def gspo_loss(
     ValueError: the shapes differ, or are not `[T]`. TypeError: the mask is not bool, or the ids are not integers.
   """
   length = _checks.stream("gspo_loss", logp=jnp.asarray(logp), old_logp=jnp.asarray(old_logp))
-  mask, logp, adv, old_logp = _prepare(logp, adv, action_mask, old_logp=old_logp)
+  mask, logp, adv, old_logp = _prepare(logp, action_mask, adv=adv, old_logp=old_logp)
   if segment_ids is not None:
     mask = mask & (_checks.segments(segment_ids, length) != 0)
   difference = importance.sequence_log_ratio(logp, old_logp, mask, segment_ids=segment_ids)
   surrogate = _clipped_surrogate(difference, adv, clip_low=clip_low, clip_high=clip_high)
   return jnp.where(mask, -surrogate, 0.0)
+
+
+def kl_loss(
+  logp: Float[ArrayLike, "*shape"],
+  reference_logp: Float[ArrayLike, "*#shape"],
+  action_mask: Bool[ArrayLike, "*#shape"],
+) -> Float32[Array, "*shape"]:
+  """KL divergence to a reference policy, estimated at each token. It is added to a policy loss with a coefficient.
+
+  ℓ_t = exp(d_t) − d_t − 1, d_t = log π_ref(a_t|s_t) − log π_θ(a_t|s_t).                     (arXiv 2402.03300, Eq. 4)
+
+  This is Schulman's k3 estimator: never negative, and unbiased for KL(π_θ ‖ π_ref) where π_θ sampled the token. Its
+  gradient is (1 − exp(d_t)) ∇log π, whose mean over π_θ's tokens is the gradient of KL(π_ref ‖ π_θ). Not part of SAO.
+
+  Args:
+    logp: learner's log-probs, any shape, any float dtype.
+    reference_logp: log-probs under the reference (constants), same shape.
+    action_mask: bool, True on action tokens.
+
+  Returns:
+    float32 per-token estimates, shape of `logp`.
+
+  >>> float(kl_loss(-1.0, -1.0, True)), round(float(kl_loss(-1.0, -2.0, True)), 4)
+  (0.0, 0.3679)
+  """
+  mask, logp, reference_logp = _prepare(logp, action_mask, reference_logp=reference_logp)
+  difference = reference_logp - logp
+  return jnp.where(mask, jnp.expm1(difference) - difference, 0.0)
+
+
+def entropy_loss(
+  entropy: Float[ArrayLike, "*shape"], action_mask: Bool[ArrayLike, "*#shape"]
+) -> Float32[Array, "*shape"]:
+  """Entropy bonus as a loss. It is added to a policy loss with a coefficient.
+
+  ℓ_t = −H(π_θ(·|s_t)).                                                    (Williams and Peng 1991; arXiv 1602.01783)
+
+  Not part of SAO.
+
+  Args:
+    entropy: of the action tokens' distributions, any shape, such as the second result of
+      `logprobs.masked_token_logprobs`, which is differentiable.
+    action_mask: bool, True on action tokens.
+
+  Returns:
+    float32 per-token losses, shape of `entropy`.
+
+  >>> float(entropy_loss(0.5, True))
+  -0.5
+  """
+  entropy, mask = _checks.broadcast(
+    entropy=_checks.float32(entropy), action_mask=_checks.boolean("action_mask", action_mask)
+  )
+  return jnp.where(mask, -jnp.where(mask, entropy, 0.0), 0.0)

@@ -341,13 +341,14 @@ def pretraining_learner(config: RunConfig) -> LearnerConfig:
   """Returns the learner's settings for value pretraining.
 
   The critic's optimizer and frozen parameters are the stage's, and it is fitted on all action tokens, also where RL
-  fits the last one of each turn only.
+  fits the last one of each turn only. No reference policy is kept.
   """
   return dataclasses.replace(
     config.learner,
     critic_optimizer=config.critic.pretraining_optimizer,
     frozen_critic=config.critic.pretraining_frozen,
     advantage="gae",
+    kl_coef=0.0,
   )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,27 +23,25 @@ _log = logging.getLogger(__name__)
 def check_prompts(config: RunConfig, domain: Domain) -> None:
   """Asks an environment twice for the prompt of task 0. Different prompts are logged, and refused with groups.
 
-  A `reset` that fails or hangs is left to the engine, which counts it.
+  An environment that fails or hangs is left to the engine, which counts it.
 
   Raises:
     ValueError: the prompts differ, and `group_size` > 1: the rewards of a group would be of different tasks.
   """
   holder = EnvironmentHolder(lambda: domain.make_env("train"), domain.tokenizer, config.engine)
-  task = Task(lambda: (holder.reset(0).text, holder.reset(0).text), holder.close)
-  workers = Workers(1)
-  deadline = time.monotonic() + (config.engine.env_timeout_s or _TIMEOUT_S)
+
+  def ask() -> tuple[str, str]:
+    try:
+      return holder.reset(0).text, holder.reset(0).text
+    finally:
+      holder.close()
+
+  task, workers = Task(ask, lambda _: None), Workers(1)
   workers.submit(task)
-  while task.finished_at is None and time.monotonic() < deadline:
-    workers.poll(0.1)
-  if workers.abandon(task):
-    workers.close()
-    return
-  closing = Task(holder.close, lambda _: None)
-  workers.submit(closing)
-  while closing.finished_at is None and time.monotonic() < deadline:
-    workers.poll(0.1)
-  workers.abandon(closing)
+  hangs = not workers.poll(config.engine.env_timeout_s or _TIMEOUT_S) and workers.abandon(task)
   workers.close()
+  if hangs:
+    return
   if task.error is not None:
     if not isinstance(task.error, EpisodeFailure):
       raise task.error

@@ -27,7 +27,7 @@ from sao_jax.training import stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig, Stage
 from sao_jax.training.data_checks import check_prompts
-from sao_jax.training.rl_run import RLRun, StepCallback
+from sao_jax.training.rl_run import RLRun
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Domain
 
@@ -86,7 +86,8 @@ def train(
     run_stages: which stages to run; those before them must have been run in this workdir.
     console: where to report.
     make_domain: makes the task again, in the processes of the engines of `config.cluster`; must be picklable.
-    loggers: further places for the metrics of RL, such as `io.loggers.CallbackLogger`; closed at the end of RL.
+    loggers: further places for the metrics of RL, such as `io.loggers.CallbackLogger`. They are told after the step's
+      checkpoint, if one is due, in the main process only. The caller closes them.
 
   Returns:
     The summary that is also written to `summary.json`. None if RL was not run to its end: it was not among
@@ -103,7 +104,7 @@ def train(
   with StopSignals() as signals:
     try:
       with opened(config, domain, workdir, console, signals, make_domain) as parts:
-        return recipe(parts, workdir, console, signals, run_stages, loggers=loggers)[1]
+        return recipe(parts, workdir, console, signals, run_stages, loggers)[1]
     except Interrupted:
       console.print(STOPPED)
       return None
@@ -123,7 +124,7 @@ def opened(
   with workdir_lib.writing(workdir), contextlib.ExitStack() as stack:
     if is_main_process():
       stack.enter_context(workdir_lib.WorkdirLock(workdir))
-      _record_config(config, workdir, console)
+      record_config(config, workdir, console)
       workdir_lib.write_or_check_files(workdir, domain.files)
     with signals.interruptible():
       parts = Components(config, domain, make_domain=make_domain)
@@ -139,7 +140,6 @@ def recipe(
   console: Console,
   signals: StopSignals,
   run_stages: Sequence[Stage] = config_lib.STAGES,
-  callbacks: Sequence[StepCallback] = (),
   loggers: Sequence[MetricsLogger] = (),
 ) -> tuple[LearnerState | None, dict[str, Any] | None]:
   """Runs the stages; returns the learner's state and the summary, or `(None, None)` if RL is not among them."""
@@ -150,7 +150,7 @@ def recipe(
   critic = stages.value_pretraining(parts, policy, workdir, console, signals, run="value_pretraining" in run_stages)
   if "rl" not in run_stages:
     return None, None
-  with RLRun(parts, workdir, console, signals, callbacks, loggers) as run:
+  with RLRun(parts, workdir, console, signals, loggers) as run:
     state = run.restore_or_init(policy, critic)
     del policy, critic  # the learner's state owns copies
     run.evaluate(state, step=0)
@@ -159,7 +159,7 @@ def recipe(
     return state, run.summary(stages.stage_facts(parts, workdir))
 
 
-def _record_config(config: RunConfig, workdir: pathlib.Path, console: Console) -> None:
+def record_config(config: RunConfig, workdir: pathlib.Path, console: Console) -> None:
   """Writes `config.json`, or checks the one that is there and reports what `may_change` let change."""
   record, compared = config_lib.to_json(config), config_lib.comparison(config)
   for line in workdir_lib.write_or_check_config(workdir, record, **compared, reported=config.may_change):

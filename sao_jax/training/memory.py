@@ -81,6 +81,7 @@ def needs(
     found = {
       "policy": _bytes((state.policy, state.policy_opt), mesh),
       "critic": _bytes((state.critic, state.critic_opt), mesh),
+      "reference policy": _bytes(state.reference, mesh),
       "gradients": max(_bytes(state.policy, mesh), _bytes(shapes.trainable_critic, mesh)),
       # While a version is published, the engine still holds the one before.
       "weights of the engine": weights * max(2, config.lag + 1),

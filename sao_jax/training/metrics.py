@@ -181,7 +181,7 @@ class RunLog:
     workdir: the run's folder.
     restored_step: see `io.metrics.MetricsWriter`.
     placement: sends results of the main process to the others.
-    loggers: further places for the metrics; closed with this object.
+    loggers: see `io.metrics.MetricsWriter`.
   """
 
   def __init__(

@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
@@ -33,9 +33,6 @@ from sao_jax.types import Params, Trajectory
 
 SAMPLES_PER_CHECKPOINT = 4
 """Trajectories written to `trajectories.jsonl` with every checkpoint, unless `logging.trajectories` is "all"."""
-StepCallback: TypeAlias = Callable[[int, Mapping[str, Any], Sequence[Trajectory]], None]
-"""`(step, metrics, trajectories)`, called after every learner step with its row of `metrics.jsonl` and its batch. An
-exception ends the run; the step's checkpoint, if one is due, is written before."""
 
 
 class RLRun:
@@ -49,8 +46,8 @@ class RLRun:
     workdir: the run's folder.
     console: where to report.
     signals: ask the run to save and end.
-    callbacks: called after every learner step.
-    loggers: further places for the metrics; closed at the end.
+    loggers: further places for the metrics, told in the main process, and after the step's checkpoint, if one is due.
+      Their exceptions end the run. The caller closes them.
   """
 
   def __init__(
@@ -59,10 +56,8 @@ class RLRun:
     workdir: pathlib.Path,
     console: Console,
     signals: StopSignals,
-    callbacks: Sequence[StepCallback] = (),
     loggers: Sequence[MetricsLogger] = (),
   ):
-    self._callbacks = callbacks
     self._loggers = tuple(loggers)
     self._checks = DataChecks(getattr(parts.domain.tokenizer, "control_ids", ()))
     self.parts = parts
@@ -93,13 +88,13 @@ class RLRun:
         f"num_steps must be at least {self._start}, the step of the newest checkpoint in {self._workdir}; received "
         f"{self.config.num_steps}."
       )
-    settings, loggers = self.config.logging, self._loggers
+    settings, boards = self.config.logging, list[WandbLogger]()
     if settings.wandb_project is not None and is_main_process():
       config = config_lib.to_json(self.config)
       wandb = WandbLogger(self._workdir, project=settings.wandb_project, mode=settings.wandb_mode, config=config)
-      loggers = (*loggers, wandb)
+      boards.append(self._stack.enter_context(contextlib.closing(wandb)))
     placement = self.parts.placement
-    log = RunLog(self._workdir, restored_step=self._start, placement=placement, loggers=loggers)
+    log = RunLog(self._workdir, restored_step=self._start, placement=placement, loggers=boards)
     self._log = self._stack.enter_context(contextlib.closing(log))
     return state
 
@@ -173,8 +168,7 @@ class RLRun:
     except RunStoppedError:
       self._state.save(step, state)
       raise
-    for callback in self._callbacks:
-      callback(step, row, trajectories)
+    self._tell_loggers(step, row, trajectories)
     self._evaluate_between(step, state)
 
   def evaluate(self, state: LearnerState, step: int) -> None:
@@ -215,19 +209,24 @@ class RLRun:
     self._console.print(f"held-out success after {step} steps: {result.success_rate:.3f} {interval}")
 
   def _write_evaluation(self, step: int, result: evaluation.Evaluation, seconds: float) -> None:
-    self._log.evaluation(
-      step,
-      success_rate=result.success_rate,
-      n=result.n,
-      eval_low=result.low,
-      eval_high=result.high,
-      eval_turns_mean=result.turns_mean,
-      eval_reward_mean=result.reward_mean,
-      eval_failed=result.failed,
+    more = {
+      "eval_low": result.low,
+      "eval_high": result.high,
+      "eval_turns_mean": result.turns_mean,
+      "eval_reward_mean": result.reward_mean,
+      "eval_failed": result.failed,
       **{f"eval_failed/{kind}": count for kind, count in result.failed_by_kind.items()},
       **{f"eval_{name}": value for name, value in environment_numbers(result.trajectories).items()},
-      eval_seconds=seconds,
-    )
+      "eval_seconds": seconds,
+    }
+    self._log.evaluation(step, success_rate=result.success_rate, n=result.n, **more)
+    row = {"eval_success_rate": result.success_rate, "eval_n": result.n, **more}
+    self._tell_loggers(step, row, result.trajectories)
+
+  def _tell_loggers(self, step: int, row: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
+    if is_main_process():
+      for logger in self._loggers:
+        logger.write(step, row, trajectories)
 
   def summary(self, stage_facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The run's summary, which the main process also writes to `summary.json`.

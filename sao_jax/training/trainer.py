@@ -14,13 +14,13 @@ from typing import Any
 
 from sao_jax.io import workdir as workdir_lib
 from sao_jax.io.console import Console
+from sao_jax.io.loggers import MetricsLogger
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.training import config as config_lib
 from sao_jax.training import evaluation, export, loop, pretrained, stages
 from sao_jax.training.components import Components
 from sao_jax.training.config import RunConfig, Stage
-from sao_jax.training.rl_run import StepCallback
 from sao_jax.training.run_state import checkpoint_template
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Domain, Params
@@ -41,8 +41,7 @@ class Trainer:
     config: the run.
     domain: the task; closed with the trainer.
     workdir: the run's folder; None: a dated folder in `runs/`.
-    callbacks: called as `callback(step, metrics, trajectories)` after every learner step, with its row of
-      `metrics.jsonl` and its batch.
+    loggers: further places for the metrics, such as `io.loggers.CallbackLogger`; see `loop.train`.
     console: where to report; None: standard output.
     make_domain: see `loop.train`.
   """
@@ -53,7 +52,7 @@ class Trainer:
     domain: Domain,
     workdir: str | os.PathLike[str] | None = None,
     *,
-    callbacks: Sequence[StepCallback] = (),
+    loggers: Sequence[MetricsLogger] = (),
     console: Console | None = None,
     make_domain: Callable[[], Domain] | None = None,
   ):
@@ -61,7 +60,7 @@ class Trainer:
     self.domain = domain
     named = workdir or f"runs/{datetime.datetime.now():%Y-%m-%d_%H%M%S}"
     self.workdir = pathlib.Path(named).absolute()
-    self._callbacks = tuple(callbacks)
+    self._loggers = tuple(loggers)
     self._console = console or Console(quiet=not is_main_process())
     self._make_domain = make_domain
     self._parts: Components | None = None
@@ -93,12 +92,10 @@ class Trainer:
       try:
         parts = self._open(signals)
         if is_main_process():
-          workdir_lib.write_or_check_config(
-            self.workdir, config_lib.to_json(config), **config_lib.comparison(config)
-          )
+          loop.record_config(config, self.workdir, self._console)
         parts.config = config
         self._policy = None  # makes room: the learner's state holds its own
-        state, summary = loop.recipe(parts, self.workdir, self._console, signals, run_stages, self._callbacks)
+        state, summary = loop.recipe(parts, self.workdir, self._console, signals, run_stages, self._loggers)
         self._policy = None if state is None else state.policy
         return summary
       except Interrupted:

@@ -182,8 +182,9 @@ def report(*arguments):
 
 @pytest.mark.timeout(600)
 def test_the_command_reports_a_decode_step():
-  text, found = report("--mesh=fsdp=2,tensor=2", "--programs=decode")
-  for words in ("learner fsdp=2, tensor=2 (4)", "freezing attention", "decode step (2 layers", "all-gather"):
+  text, found = report("--mesh=fsdp=2,tensor=2", "--programs=decode", "--kl_coef=0.1")
+  expected = ("fsdp=2, tensor=2 (4)", "\nreference  ", "freezing attention", "decode step (2 layers", "all-gather")
+  for words in expected:
     assert words in text, text
   assert found["decode"]["weight_all_gather_bytes"] > 0
 

@@ -11,21 +11,14 @@ from sao_jax.io import metrics
 from sao_jax.io.loggers import CallbackLogger, WandbLogger
 
 
-class Closing(CallbackLogger):
-  closed = 0
-
-  def close(self) -> None:
-    self.closed += 1
-
-
 def test_every_row_goes_to_a_callback_once(tmp_path: pathlib.Path) -> None:
   seen: list[tuple[int, Mapping[str, float]]] = []
-  logger = Closing(lambda step, values: seen.append((step, dict(values))))
+  logger = CallbackLogger(lambda step, values, trajectories: seen.append((step, {**values, "n": len(trajectories)})))
   with metrics.MetricsWriter(tmp_path, loggers=[logger]) as writer:
     writer.write_evaluation(0, success_rate=0.5, n=2)
     writer.write(1, dict.fromkeys(metrics.LEARNER_KEYS[1:], 1.0))
-  assert [step for step, _ in seen] == [0, 1] and logger.closed == 1
-  assert seen[0][1] == {"eval_success_rate": 0.5, "eval_n": 2} and seen[1][1]["entropy"] == 1.0
+  assert [step for step, _ in seen] == [0, 1]
+  assert seen[0][1] == {"eval_success_rate": 0.5, "eval_n": 2, "n": 0} and seen[1][1]["entropy"] == 1.0
 
 
 @pytest.mark.filterwarnings("default")  # of the package

@@ -32,6 +32,8 @@ BAD = [
   ({"is_cap": 0.0}, "is_cap"),
   ({"old_policy": "newest"}, "old_policy must be one of learner, rollout; received 'newest'"),
   ({"positive_weight": -0.1}, "positive_weight must be >= 0"),
+  ({"kl_coef": -0.1}, r"kl_coef must be >= 0 and < 1e\+37; received -0\.1"),
+  ({"entropy_coef": float("nan")}, "entropy_coef must be >= 0"),
   ({"clip_low": 1.0}, "clip_low"),
   ({"row_length": 1}, "row_length"),
   ({"hold_policy_steps": -1}, "hold_policy_steps"),

@@ -196,6 +196,49 @@ def test_gspo_gradient_is_the_papers():
   np.testing.assert_allclose(g, np.array([1, 1, 1, 0]) * -2 * s / 3, rtol=1e-5)
 
 
+ENTROPIES = st.lists(st.tuples(st.floats(0, 8, width=32), st.booleans()), min_size=8, max_size=8)
+KL = jax.jit(policy_losses.kl_loss)
+KL_GRADIENT = jax.jit(jax.grad(lambda *a: policy_losses.kl_loss(*a).sum(), argnums=(0, 1)))
+ENTROPY = jax.jit(policy_losses.entropy_loss)
+ENTROPY_GRADIENT = jax.jit(jax.grad(lambda *a: policy_losses.entropy_loss(*a).sum()))
+
+
+@given(tokens=st.lists(st.tuples(LOGP, LOGP, st.booleans()), min_size=8, max_size=8))
+def test_kl_to_a_reference_and_its_gradient_are_their_definitions(tokens):
+  logp, reference, mask = (np.array(x) for x in zip(*tokens, strict=True))
+  dirty = [np.where(mask, x, np.nan).astype(np.float32) for x in (logp, reference)]
+  expected, gradient = np.zeros(8), np.zeros(8)
+  for t in np.flatnonzero(mask):
+    d = reference[t] - logp[t]
+    expected[t], gradient[t] = np.exp(d) - d - 1.0, 1.0 - np.exp(d)
+  actual = KL(*dirty, mask)
+  assert actual.dtype == jnp.float32 and (actual >= 0).all()
+  np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-6)
+  of_policy, of_reference = KL_GRADIENT(*dirty, mask)
+  np.testing.assert_allclose(of_policy, gradient, rtol=1e-4, atol=2e-6)
+  np.testing.assert_array_equal(of_reference, np.zeros(8))
+
+
+@given(tokens=ENTROPIES)
+def test_entropy_loss_is_the_negated_entropy_of_action_tokens(tokens):
+  entropy, mask = (np.array(x) for x in zip(*tokens, strict=True))
+  dirty = np.where(mask, entropy, np.nan).astype(np.float32)
+  np.testing.assert_array_equal(ENTROPY(dirty, mask), np.where(mask, -entropy, 0.0).astype(np.float32))
+  np.testing.assert_array_equal(ENTROPY_GRADIENT(dirty, mask), np.where(mask, -1.0, 0.0))
+
+
+def test_regularizers_off_the_mask_at_equal_policies_and_with_nan():
+  bad, mask = np.array([np.nan, np.inf, -np.inf, 0.0], np.float32), np.zeros(4, bool)
+  for gradient in (*KL_GRADIENT(bad, bad, mask), ENTROPY_GRADIENT(bad, mask), KL(bad, bad, mask), ENTROPY(bad, mask)):
+    np.testing.assert_array_equal(gradient, np.zeros(4))
+  logp = np.array([-0.1, -3.0, -20.0, 0.0], np.float32)
+  for zero in (KL(logp, logp, ~mask), KL_GRADIENT(logp, logp, ~mask)[0]):
+    np.testing.assert_array_equal(zero, np.zeros(4))
+  assert np.isnan(KL(bad, logp, ~mask)[0]) and np.isnan(KL(logp, bad, ~mask)[0]) and np.isnan(ENTROPY(bad, ~mask)[0])
+  rows = jax.vmap(policy_losses.kl_loss)(np.stack([logp, logp]), np.stack([logp, logp - 1]), np.stack([mask, ~mask]))
+  np.testing.assert_array_equal(rows, [np.zeros(4), KL(logp, logp - 1, ~mask)])
+
+
 def test_bad_input(own_checks):
   ones, mask = jnp.ones(3), jnp.ones(3, bool)
   with pytest.raises(ValueError, match=r"adv \(2,\)"):
@@ -210,6 +253,10 @@ def test_bad_input(own_checks):
     policy_losses.icepop_loss(ones, ones, ones, ones, mask, low=5.0, high=0.5, **CLIP)
   with pytest.raises(ValueError, match="clip_low"):
     policy_losses.ppo_clip_loss(ones, ones, ones, mask, clip_low=1.5, clip_high=0.2)
+  with pytest.raises(ValueError, match=r"reference_logp \(2,\)"):
+    policy_losses.kl_loss(ones, jnp.ones(2), mask)
+  with pytest.raises(TypeError, match="action_mask must be a bool mask"):
+    policy_losses.entropy_loss(ones, ones)
   with pytest.raises(ValueError, match="one stream"):
     policy_losses.gspo_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), 1.0, jnp.ones((2, 3), bool), **CLIP)
   with pytest.raises(TypeError, match="eps_high"):

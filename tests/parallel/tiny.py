@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig
@@ -24,6 +25,7 @@ MICROBATCHES, ROWS, LENGTH = 2, 8, 32
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2, max_grad_norm=None)
 LEARNER = LearnerConfig(
   policy_optimizer=OPTIMIZER, critic_optimizer=OPTIMIZER, eps_low=0.8, eps_high=3.0, critic_updates=2,
+  kl_coef=0.1, entropy_coef=0.01,
   row_length=LENGTH, rows_per_microbatch=ROWS, logprob_chunk_size=64,
 )  # fmt: skip
 
@@ -40,7 +42,8 @@ def fill(model: ModelConfig, init: Any, rng: np.random.Generator) -> Any:
 
 def make_state() -> LearnerState:
   rng = np.random.default_rng(1)
-  return init_state(LEARNER, fill(MODEL, init_policy, rng), fill(MODEL, init_critic, rng))
+  state = init_state(LEARNER, fill(MODEL, init_policy, rng), fill(MODEL, init_critic, rng))
+  return state._replace(reference=jax.tree.map(jnp.asarray, fill(MODEL, init_policy, rng)))
 
 
 def make_batch(seed: int = 0) -> TokenBatch:

@@ -152,6 +152,8 @@ def test_all_algorithms_with_a_critic_share_one_pretrained_critic() -> None:
       ignored = {field: getattr(base.learner, field) for field in fields if field not in ("advantage", "frozen_critic")}
       assert dataclasses.replace(fits[name], **ignored) == pretraining_learner(base), name
   assert len(fits) > 10 and all(fit.frozen_critic == () for fit in fits.values())
+  regularized = config(learner=dataclasses.replace(base.learner, kl_coef=0.1))
+  assert pretraining_learner(regularized) == pretraining_learner(base)  # no reference is held
   assert pretraining_learner(config(critic=CriticConfig(pretraining_frozen=("attention",)))).frozen_critic == (
     "attention",
   )

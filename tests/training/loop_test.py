@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from sao_jax.io import metric_table
 from sao_jax.io.checkpoints import Checkpointer
 from sao_jax.io.metrics import read_metrics
 from sao_jax.learner import OptimizerConfig, learner_config
@@ -168,7 +169,8 @@ def test_evaluations_during_rl_are_of_the_newest_weights(
 def test_a_resumed_run_ends_like_one_that_was_never_stopped(schedule: str, tmp_path: pathlib.Path) -> None:
   changes: dict[str, Any] = {"schedule": schedule}
   if schedule == "lagged":
-    changes |= {"lag": 2, "lag_switch_chunks": 1}
+    regularized = dataclasses.replace(tiny_config().learner, kl_coef=0.1, entropy_coef=0.01)
+    changes |= {"lag": 2, "lag_switch_chunks": 1, "learner": regularized}
   whole, stopped = tmp_path / "whole", tmp_path / "stopped"
   config = tiny_config(**changes)
   loop.train(config, tiny_domain(), whole)
@@ -177,6 +179,18 @@ def test_a_resumed_run_ends_like_one_that_was_never_stopped(schedule: str, tmp_p
   learner_rows = [row for row in without_times(whole) if "eval_n" not in row]
   assert learner_rows == without_times(stopped)
   jax.tree.map(np.testing.assert_array_equal, final_params(config, whole), final_params(config, stopped))
+  if schedule == "lagged":
+    kl = [row["reference_kl"] for row in learner_rows]
+    assert kl[0] < 1e-9 < kl[1] < kl[3] and metric_table.find("reference_kl") is not None
+    with (  # the reference is the result of the warm start
+      Components(config, tiny_domain()) as parts,
+      stages.stage_checkpointer(parts, whole, "warm_start", read_only=True) as checkpointer,
+    ):
+      warm = checkpointer.restore(parts.state_shapes().policy)
+    assert warm is not None
+    jax.tree.map(np.testing.assert_array_equal, final_params(config, whole).reference, warm.state)
+  else:
+    assert final_params(config, whole).reference is None and "reference_kl" not in learner_rows[0]
   if schedule == "lagged":
     assert [row["staleness_max"] for row in learner_rows] == [0, 1, 2, 2]
     assert learner_rows[-1]["mixed_version_fraction"] > 0

@@ -15,6 +15,7 @@ from sao_jax.training.components import Components
 
 def test_what_is_counted_is_what_is_allocated():
   config = chaos_run.make_config("sync", num_steps=1)
+  config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, kl_coef=0.1))
   with Components(config, digits.make_domain()) as parts:
     policy = parts.init_policy()
     state = parts.init_state(policy, parts.init_critic(policy))
@@ -28,9 +29,12 @@ def test_what_is_counted_is_what_is_allocated():
 
   assert found["policy"] == size((state.policy, state.policy_opt))
   assert found["critic"] == size((state.critic, state.critic_opt))
+  assert found["reference policy"] == size(state.reference) == size(state.policy)
   assert found["gradients"] == size(state.policy)
   assert found["weights of the engine"] == 2 * size(state.policy)
   assert found["cache of the engine"] == size(cache)
+  without = dataclasses.replace(config, learner=dataclasses.replace(config.learner, kl_coef=0.0))
+  assert memory.needs(without, parts.placement.mesh, parts.placement.engine_meshes[0])["reference policy"] == 0
   sampling = memory.needs(config, parts.placement.mesh, parts.placement.engine_meshes[0], learning=False)
   assert sampling == {
     "policy": size(policy), "weights of the engine": size(policy), "cache of the engine": size(cache),

@@ -15,6 +15,7 @@ import sao_jax
 from experiments import export as export_command
 from sao_jax import models
 from sao_jax.io.console import Console
+from sao_jax.io.loggers import CallbackLogger
 from sao_jax.io.metrics import read_metrics
 from sao_jax.training import Trainer, loop
 from sao_jax.training.config import WarmStartConfig
@@ -22,16 +23,16 @@ from tests.bare_run import bare, busy_domain
 from tests.tiny_domain import tiny_domain
 
 
-def make_trainer(workdir, callbacks=(), **changes):
+def make_trainer(workdir, loggers=(), **changes):
   config = bare(num_steps=4, eval_episodes=4, **changes)
   domain = dataclasses.replace(busy_domain(), num_train_tasks=4)  # a prompt's first reward teaches nothing
-  return Trainer(config, domain, workdir, callbacks=callbacks, console=Console(file=io.StringIO()))
+  return Trainer(config, domain, workdir, loggers=loggers, console=Console(file=io.StringIO()))
 
 
 def test_a_run_in_parts(tmp_path):
   seen = []
-  callbacks = [lambda step, metrics, trajectories: seen.append((step, metrics["reward_mean"], len(trajectories)))]
-  with make_trainer(tmp_path / "run", callbacks=callbacks) as trainer:
+  logger = CallbackLogger(lambda step, row, trajectories: seen.append((step, "eval_n" in row, len(trajectories))))
+  with make_trainer(tmp_path / "run", loggers=[logger]) as trainer:
     first = jax.device_get(trainer.params)  # before any step
     assert trainer.generate([]) == []
     texts = trainer.generate(["?3", "?7", "?3"])
@@ -40,7 +41,8 @@ def test_a_run_in_parts(tmp_path):
     assert trainer.train(1)["num_steps"] == 1
     summary = trainer.train(3)
     assert summary["num_steps"] == 3 and summary["n"] == 4
-    assert [step for step, _, _ in seen] == [1, 2, 3] and {count for _, _, count in seen} == {16}
+    # Every row of `metrics.jsonl`, with the step's batch or the evaluation's episodes.
+    assert seen == [(0, True, 4), (1, False, 16), (1, True, 4), (2, False, 16), (3, False, 16), (3, True, 4)]
     evaluation = trainer.evaluate()
     assert evaluation.n == 4 and evaluation.success_rate == summary["success_after"]
     assert trainer.evaluate(6).n == 6
@@ -63,6 +65,22 @@ def test_a_run_in_parts(tmp_path):
   with make_trainer(tmp_path / "run") as trainer:
     chex.assert_trees_all_equal(jax.device_get(trainer.params), last)
     assert trainer.train()["num_steps"] == 4
+
+
+def test_a_logger_that_fails_ends_the_run_after_the_steps_checkpoint(tmp_path):
+  def fail(step, row, trajectories):
+    if step == 2:
+      raise RuntimeError("the board is full")
+
+  with (
+    make_trainer(tmp_path, loggers=[CallbackLogger(fail)]) as trainer,
+    pytest.raises(RuntimeError, match="the board is full"),
+  ):
+    trainer.train()
+  assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+  with make_trainer(tmp_path) as trainer:
+    assert trainer.train()["num_steps"] == 4
+  assert [row["step"] for row in read_metrics(tmp_path)[0]] == [1, 2, 3, 4]
 
 
 def test_the_policy_of_a_finished_warm_start_is_found(tmp_path):
