@@ -108,6 +108,11 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, key: Key[Array, ""]) ->
   return adapters
 
 
+def init_trained(config: ModelConfig, lora: LoraConfig, key: Key[Array, ""]) -> Params:
+  """Initial values of what a policy trains: its adapters, or all parameters where there are none; see `init_policy`."""
+  return init_adapters(config, lora, key) if lora.enabled else init_policy(config, key)
+
+
 def _chosen(config: ModelConfig, lora: LoraConfig) -> dict[tuple[str, ...], tuple[int, int]]:
   """Returns the sizes `(in, out)` of the adapted kernels, by the paths of their modules."""
   linear: dict[tuple[str, ...], tuple[int, int]] = {}
@@ -190,12 +195,17 @@ def merge(lora: LoraConfig, base: Params, adapters: Params) -> Params:
     adapters: of a policy.
 
   Returns:
-    A tree of the adapted kernels only; `replace(base, merge(lora, base, adapters))` is the whole policy.
+    A tree of the adapted kernels only.
   """
   if A in adapters:
     a, b, kernel = adapters[A], adapters[B], base["kernel"]
     return {"kernel": (kernel.astype(jnp.float32) + _product(a, b) * lora.scale).astype(kernel.dtype)}
   return {name: merge(lora, base[name], adapters[name]) for name in adapters}
+
+
+def merge_all(lora: LoraConfig, base: Params, adapters: Params) -> Params:
+  """Returns the whole policy with the adapters merged into its kernels (`merge`)."""
+  return replace(base, merge(lora, base, adapters))
 
 
 def _product(a: Float32[Array, "I r"], b: Float32[Array, "r O"]) -> Float32[Array, "I O"]:

@@ -143,7 +143,8 @@ class HealthCheck:
   ) -> None:
     parts = self._parts
     if self._diagnose is None:
-      self._diagnose = make_diagnosis(parts.config.learner, parts.policy_apply, parts.value_apply)
+      base = parts.base if parts.config.lora.enabled else None
+      self._diagnose = make_diagnosis(parts.learner, *parts.models_on(base))
     with parts.placement.dispatching():
       found = self._diagnose(state, trajectories)
     bad = [
