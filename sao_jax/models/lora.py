@@ -27,7 +27,7 @@ from sao_jax.models.config import ModelConfig
 from sao_jax.models.heads import init_policy
 from sao_jax.models.layers import Linear
 from sao_jax.models.transformer import Transformer
-from sao_jax.types import Params
+from sao_jax.types import AnyArray, Params
 
 F = TypeVar("F", bound=Callable[..., Any])
 A, B = "kernel_lora_a", "kernel_lora_b"
@@ -67,9 +67,13 @@ class LoraConfig:
   @property
   def scale(self) -> float:
     """α / r."""
-    if self.rank is None:
-      raise ValueError("lora.rank is None: there are no adapters to scale.")
-    return self.alpha / self.rank
+    return self.alpha / _rank(self)
+
+
+def _rank(lora: LoraConfig) -> int:
+  if lora.rank is None:
+    raise ValueError("lora.rank is None: there are no adapters.")
+  return lora.rank
 
 
 def init_adapters(config: ModelConfig, lora: LoraConfig, key: Key[Array, ""]) -> Params:
@@ -97,14 +101,14 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, key: Key[Array, ""]) ->
   {'layers_0': {'attention': {'q_proj': {'kernel_lora_a': (4, 1), 'kernel_lora_b': (1, 4)}}}}
   """
   adapters: dict[str, Any] = {}
-  chosen = _chosen(config, lora)
+  chosen, rank = _chosen(config, lora), _rank(lora)
   for (path, (fan_in, fan_out)), one in zip(chosen.items(), jax.random.split(key, len(chosen)), strict=True):
     node = adapters
     for name in path:
       node = node.setdefault(name, {})
     bound = fan_in**-0.5
-    node[A] = jax.random.uniform(one, (fan_in, lora.rank), jnp.float32, -bound, bound)
-    node[B] = jnp.zeros((lora.rank, fan_out), jnp.float32)
+    node[A] = jax.random.uniform(one, (fan_in, rank), jnp.float32, -bound, bound)
+    node[B] = jnp.zeros((rank, fan_out), jnp.float32)
   return adapters
 
 
@@ -139,7 +143,7 @@ def _chosen(config: ModelConfig, lora: LoraConfig) -> dict[tuple[str, ...], tupl
   if not chosen:
     raise ValueError(f"lora.modules = {lora.modules!r} matches no module; these can have adapters: {known}.")
   for path, sizes in chosen.items():
-    if lora.rank is None or lora.rank >= min(sizes):
+    if _rank(lora) >= min(sizes):
       raise ValueError(
         f"lora.rank must be below the dimensions of every adapted module; received {lora.rank} with "
         f"{'/'.join(path)}, of {sizes[0]} x {sizes[1]}."
@@ -208,7 +212,7 @@ def merge_all(lora: LoraConfig, base: Params, adapters: Params) -> Params:
   return replace(base, merge(lora, base, adapters))
 
 
-def _product(a: Float32[Array, "I r"], b: Float32[Array, "r O"]) -> Float32[Array, "I O"]:
+def _product(a: Float32[AnyArray, "I r"], b: Float32[AnyArray, "r O"]) -> Float32[Array, "I O"]:
   return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
 
 

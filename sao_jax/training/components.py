@@ -229,7 +229,7 @@ class Components:
     shapes: LearnerState = self.placement.shapes(make)
     return shapes
 
-  def key(self, use: str) -> jax.Array:
+  def key(self, use: pretrained.Use) -> jax.Array:
     """Returns a PRNG key derived from the run's seed and `use`, "policy", "critic" or "adapters"."""
     return pretrained.key(self.config.seed, use)
 
