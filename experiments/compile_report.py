@@ -6,6 +6,8 @@ JSON object. With the `libtpu` package, any machine can compile for a real TPU t
 
     python -m experiments.compile_report --model=qwen3_30b_a3b --mesh=fsdp=8,context=8 --seq=131072 --topology=v5p:4x4x4
 
+With `--lora_rank` the programs train adapters of that rank, and policy and critic share the frozen parameters.
+
 With `--rollout_mesh` the engine's programs are compiled for a mesh of its own, on the first devices:
 
     python -m experiments.compile_report --model=qwen3_30b_a3b --rollout_mesh=expert=8 --slots=64 --live_tokens=60000 \
@@ -39,6 +41,7 @@ from experiments.support import aot, command
 from sao_jax.learner import LearnerConfig
 from sao_jax.learner.partition import parameter_counts
 from sao_jax.models import ModelConfig
+from sao_jax.models.lora import LoraConfig
 from sao_jax.parallel import MeshConfig, make_mesh, parse_engine_mesh, parse_mesh
 from sao_jax.parallel.axes import ROWS, axes_in_use, check_split, weights_in_place
 from sao_jax.training.run_meshes import check_engine_mesh
@@ -83,6 +86,11 @@ _FROZEN = flags.DEFINE_list("frozen", ["attention"], "The frozen components of t
 _KL_COEF = flags.DEFINE_float(
   "kl_coef", 0.0, "The learner's kl_coef: above 0, a reference policy is held and evaluated.", lower_bound=0.0
 )
+_LORA_RANK = flags.DEFINE_integer(
+  "lora_rank", None, "The rank of adapters that train in place of the parameters. By default there are none.",
+  lower_bound=1,
+)
+_LORA_MODULES = flags.DEFINE_string("lora_modules", LoraConfig.modules, "The modules that have adapters: lora.modules.")
 _CHUNK = flags.DEFINE_integer("logprob_chunk", 1024, "The number of tokens per device whose logits exist at a time.")
 
 
@@ -106,15 +114,16 @@ def main(argv: Sequence[str]) -> None:
   check_splits(load, mesh if learns else None, engine_mesh)
   if weights_in_place(engine_mesh):
     check_engine_mesh("--rollout_mesh", aot.policy_shapes(model), engine_mesh)
+  adapters = build_adapters()
   learner = LearnerConfig(
-    eps_low=0.3, eps_high=5.0, frozen_critic=tuple(_FROZEN.value), row_length=load.seq, rows_per_microbatch=rows,
-    logprob_chunk_size=_CHUNK.value, kl_coef=_KL_COEF.value,
+    eps_low=0.3, eps_high=5.0, frozen_critic=() if adapters else tuple(_FROZEN.value), row_length=load.seq,
+    rows_per_microbatch=rows, logprob_chunk_size=_CHUNK.value, kl_coef=_KL_COEF.value,
   )  # fmt: skip
   target = _TOPOLOGY.value or "virtual CPU devices"
   print(f"{_MODEL.value} on {target}: learner {shown(mesh)}; engine {shown(engine_mesh)}")
   print(f"{load.rows} rows x {load.seq} tokens; {load.slots} slots with {load.live} live tokens each")
   print(f"attention_impl={model.attention_impl} moe_impl={model.moe_impl} remat={model.remat} dtype={model.dtype}")
-  state = report_resident(model, learner, mesh) if learns or not weights_in_place(engine_mesh) else 0
+  state = report_resident(model, learner, mesh, adapters) if learns or not weights_in_place(engine_mesh) else 0
   programs = {name: report_program(name, model, learner, meshes, load) for name in _PROGRAMS.value}
   compiled = {name: program for name, program in programs.items() if program is not None}
   if compiled.keys() >= set(PROGRAMS[:3]):
@@ -208,14 +217,27 @@ def build_model() -> ModelConfig:
   )
 
 
-def report_resident(model: ModelConfig, learner: LearnerConfig, mesh: Mesh) -> int:
+def build_adapters() -> LoraConfig | None:
+  """Returns the adapters that the flags ask for."""
+  return None if _LORA_RANK.value is None else LoraConfig(rank=_LORA_RANK.value, modules=_LORA_MODULES.value)
+
+
+def report_resident(
+  model: ModelConfig, learner: LearnerConfig, mesh: Mesh, adapters: LoraConfig | None = None
+) -> int:
   """Prints weights, optimizer states and what freezing saves; returns the bytes per device, by the sharding rules."""
-  state = aot.state_shapes(model, learner)
+  state = aot.state_shapes(model, learner, adapters)
   print(f"\n{'resident':<22}{'total':>12}{'per device':>12}")
-  parts = ("policy", "policy_opt", "critic", "critic_opt", *(("reference",) if learner.kl_coef else ()))
-  on_device = [aot.device_bytes(getattr(state, name), mesh) for name in parts]
-  for name, size in zip(parts, on_device, strict=True):
-    print(f"{name:<22}{readable(aot.total_bytes(getattr(state, name))):>12}{readable(size):>12}")
+  parts = {name: getattr(state, name) for name in ("policy", "policy_opt", "critic", "critic_opt")}
+  if learner.kl_coef:
+    parts["reference"] = state.reference
+  if adapters is not None:
+    parts = {"frozen, shared": aot.policy_shapes(model), **parts}
+  on_device = [aot.device_bytes(tree, mesh) for tree in parts.values()]
+  for (name, tree), size in zip(parts.items(), on_device, strict=True):
+    print(f"{name:<22}{readable(aot.total_bytes(tree)):>12}{readable(size):>12}")
+  if adapters is not None:
+    return sum(on_device)
   rows = parameter_counts(state.critic, learner.frozen_critic)
   print(f"\n{'critic':<12}{'parameters':>18}{'trainable':>18}")
   for row in rows:
@@ -309,7 +331,8 @@ def _compile(
   tokens = activation_sizes(name, meshes[1], load)
   if not _MEMORY_ONLY.value:
     return aot.compile_program(_lower(name, model, learner, meshes, load), tokens)
-  texts = (_MESH.value, _ROLLOUT_MESH.value, _TOPOLOGY.value)
+  rank = None if _LORA_RANK.value is None else str(_LORA_RANK.value)
+  texts = (_MESH.value, _ROLLOUT_MESH.value, _TOPOLOGY.value, rank, _LORA_MODULES.value)
   return aot.compile_memory(functools.partial(_lower_anew, name, model, learner, texts, load), tokens)
 
 
@@ -322,10 +345,10 @@ def activation_sizes(name: str, mesh: Mesh, load: aot.Workload) -> set[int]:
 
 
 def _lower_anew(
-  name: str, model: ModelConfig, learner: LearnerConfig, texts: tuple[str, str | None, str | None], load: aot.Workload
+  name: str, model: ModelConfig, learner: LearnerConfig, texts: tuple[str | None, ...], load: aot.Workload
 ) -> jax.stages.Lowered:
   """Calls `_lower` in a process that has no flags and no mesh yet."""
-  names = ("mesh", "rollout_mesh", "topology")
+  names = ("mesh", "rollout_mesh", "topology", "lora_rank", "lora_modules")
   flags.FLAGS([name, *(f"--{flag}={text}" for flag, text in zip(names, texts, strict=True) if text is not None)])
   return _lower(name, model, learner, build_meshes(), load)
 
@@ -335,9 +358,9 @@ def _lower(
 ) -> jax.stages.Lowered:
   mesh, engine_mesh = meshes
   if name == "policy":
-    return aot.lower_policy_step(model, learner, mesh, load)
+    return aot.lower_policy_step(model, learner, mesh, load, build_adapters())
   if name == "critic":
-    return aot.lower_critic_step(model, learner, mesh, load)
+    return aot.lower_critic_step(model, learner, mesh, load, build_adapters())
   return (aot.lower_decode_step if name == "decode" else aot.lower_prefill_step)(model, engine_mesh, load)
 
 

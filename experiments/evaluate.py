@@ -148,7 +148,7 @@ def evaluate_run(
   with Components(config, make_domain(config), learning=False) as parts:
     step, policy = restore_policy(parts, workdir, step)
     episodes = episodes or (config.eval_episodes if data is None else parts.domain.num_eval_tasks)
-    weights = parts.placement.for_engine(policy)
+    weights = parts.for_engine(policy)
     result = evaluation.evaluate(
       parts.rollouts, parts.domain, weights, num_episodes=episodes, version=step
     )

@@ -4,11 +4,13 @@
 
 The folder gets the weights, `config.json`, the tokenizer, the chat template and the generation config. The tokenizer
 and the template are those of the checkpoint that the run started from. A policy with a tokenizer of this library, which
-has no files, is exported without one.
+has no files, is exported without one. Adapters (`lora.rank`) are merged into the weights; the folder `adapter` gets
+them in the format of PEFT as well.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -16,10 +18,15 @@ import jax
 from absl import app, flags, logging
 
 from experiments.support import command, recorded_config
-from sao_jax import models
+from sao_jax.models import lora
 from sao_jax.models.config import DTYPES
+from sao_jax.parallel import MeshConfig
+from sao_jax.parallel.mesh import RolloutMeshConfig
 from sao_jax.training import export, pretrained
+from sao_jax.training.config import RunConfig
+from sao_jax.training.placement import Placement
 from sao_jax.training.trainer import tokenizer_source
+from sao_jax.types import Params
 
 
 def define_flags() -> None:
@@ -61,10 +68,19 @@ def export_run(
     CheckpointError: there is no intact checkpoint of this step.
   """
   config = recorded_config.read(workdir)
-  shapes = jax.eval_shape(lambda: models.init_policy(config.policy, jax.random.key(0)))
-  step, params = pretrained.restore_policy(workdir, shapes, step=step)
-  source = tokenizer_source(config)
-  return step, export.export(out, config.policy, params, source=source, dtype=dtype), source
+  source, adapted = tokenizer_source(config), config.lora.enabled
+  shapes = jax.eval_shape(lambda: lora.init_trained(config.policy, config.lora, jax.random.key(0)))
+  step, trained = pretrained.restore_policy(workdir, shapes, step=step)
+  params = _merged(config, trained) if adapted else trained
+  names = export.export(out, config.policy, params, source=source, dtype=dtype)
+  return step, names + (export.export_adapters(out, config, trained) if adapted else []), source
+
+
+def _merged(config: RunConfig, adapters: Params) -> Params:
+  """Returns the whole policy of a run with adapters, on one device."""
+  placement = Placement(dataclasses.replace(config, mesh=MeshConfig(data=1), rollout_mesh=RolloutMeshConfig()))
+  base = pretrained.initial(config.policy_checkpoint, config.policy, config.seed, placement)
+  return lora.merge_all(config.lora, base, adapters)
 
 
 if __name__ == "__main__":

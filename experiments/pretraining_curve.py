@@ -77,9 +77,9 @@ def curve(
 ) -> Iterator[dict[str, float]]:
   """Fits a fresh critic, and yields a row at 0, 1, 2, 4, ... updates and at the end."""
   learner, critic = pretraining_learner(parts.config), parts.init_critic(policy)
-  assert parts.value_apply is not None and critic is not None, "the algorithm needs a critic"
-  step = parts.placement.step(make_critic_step(learner, parts.value_apply, num_updates=1, jit=False))
-  measure = parts.placement.step(make_critic_evaluation(learner, parts.value_apply, jit=False))
+  assert critic is not None, "the algorithm needs a critic"
+  step = parts.step(lambda _, value: make_critic_step(learner, value, num_updates=1, jit=False))
+  measure = parts.step(lambda _, value: make_critic_evaluation(learner, value, jit=False))
   state = parts.placement.make(functools.partial(init_state, learner), policy, critic)
   size = min(parts.config.batch_size, len(fitted))
   rng, order = np.random.default_rng((parts.config.seed, 3)), np.zeros(0, int)

@@ -63,6 +63,7 @@ TESTS_WITHOUT_MODULE = {
   "parallel/split_mesh_test.py": "engines on meshes of their own, in processes with 8 and 12 devices",
   "rollout/engine/invariants_test.py": "the engine with any environment and with real models",
   "rollout/remote/vllm_test.py": "a real vLLM server, where one is installed",
+  "training/adapted_run_test.py": "a whole run with low-rank adapters, up to its export",
   "training/cluster_loop_test.py": "the whole loop with engines in Ray workers",
   "training/disk_test.py": "the whole loop on a full disk and in a read-only workdir",
   "training/interrupts_test.py": "signals, each in a process of its own",

@@ -214,7 +214,7 @@ def _reinforce(
   def evaluate(step: int) -> None:
     # Answers are judged by the style that is preferred in the next step.
     simulation.preferred = settings.preferred_at(step + 1)
-    weights = parts.placement.for_engine(state.policy)
+    weights = parts.for_engine(state.policy)
     result = evaluation.evaluate(parts.rollouts, parts.domain, weights, num_episodes=config.eval_episodes, version=step)
     accuracies = {f"eval_accuracy_{style}": x for style, x in simulation.accuracies(result.trajectories).items()}
     found.append(result.success_rate)

@@ -21,7 +21,8 @@ from jax.sharding import AbstractMesh, Mesh
 from experiments.support import hlo
 from sao_jax.learner import LearnerConfig, LearnerState, init_state, make_critic_step
 from sao_jax.learner.update import update_policy
-from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy, policy_apply, value_apply
+from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy, lora, policy_apply, value_apply
+from sao_jax.models.lora import LoraConfig
 from sao_jax.parallel import (
   batch_shardings,
   cache_shardings,
@@ -204,12 +205,16 @@ def placed(tree: Any, shardings: Any) -> Any:
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def state_shapes(model: ModelConfig, learner: LearnerConfig) -> LearnerState:
-  """Returns the shapes of policy, critic and both optimizers, and of a reference policy if the learner has one."""
+def state_shapes(model: ModelConfig, learner: LearnerConfig, adapters: LoraConfig | None = None) -> LearnerState:
+  """Returns the shapes of policy, critic and both optimizers, and of a reference policy if the learner has one.
+
+  With adapters, they are the shapes of what trains.
+  """
 
   def make() -> LearnerState:
     key = jax.random.key(0)
-    return init_state(learner, init_policy(model, key), init_critic(model, key))
+    policy = lora.init_trained(model, adapters or LoraConfig(), key)
+    return init_state(learner, policy, init_critic(model, key, policy))
 
   return jax.eval_shape(make)
 
@@ -227,32 +232,55 @@ def batch_shapes(load: Workload) -> TokenBatch:
   return TokenBatch(**{k: jax.ShapeDtypeStruct((1, load.rows, load.seq), dtype) for k, dtype in dtypes.items()})
 
 
-def lower_policy_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+def lower_policy_step(
+  model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload, adapters: LoraConfig | None = None
+) -> jax.stages.Lowered:
   """Lowers the policy's update on given advantages. The critic is left out, since it need not be on the device then."""
-  apply = constrain_params(policy_apply(model), mesh)
-  state = state_shapes(model, learner)._replace(critic=None, critic_opt=None)
+  on_base = _on_base(policy_apply(model), mesh, adapters)
+  state = state_shapes(model, learner, adapters)._replace(critic=None, critic_opt=None)
 
-  def step(state: LearnerState, batch: TokenBatch, adv: jax.Array, count: jax.Array) -> Any:
-    return update_policy(learner, apply, state, batch, adv, count)
+  def step(state: LearnerState, batch: TokenBatch, adv: jax.Array, count: jax.Array, *base: Params) -> Any:
+    return update_policy(learner, on_base(*base), state, batch, adv, count)
 
   batch = batch_shapes(load)
-  return _lower_step(step, mesh, state, batch, batch.rewards)
+  return _lower_step(step, mesh, state, batch, batch.rewards, base=_base(model, adapters))
 
 
-def lower_critic_step(model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+def lower_critic_step(
+  model: ModelConfig, learner: LearnerConfig, mesh: Mesh, load: Workload, adapters: LoraConfig | None = None
+) -> jax.stages.Lowered:
   """Lowers the critic's K updates with its frozen components. The policy is left out."""
-  step = make_critic_step(learner, constrain_params(value_apply(model), mesh), jit=False)
-  state = state_shapes(model, learner)._replace(policy=None, policy_opt=None, reference=None)
-  return _lower_step(step, mesh, state, batch_shapes(load))
+  on_base = _on_base(value_apply(model), mesh, adapters)
+  state = state_shapes(model, learner, adapters)._replace(policy=None, policy_opt=None, reference=None)
+
+  def step(state: LearnerState, batch: TokenBatch, count: jax.Array, *base: Params) -> Any:
+    return make_critic_step(learner, on_base(*base), jit=False)(state, batch, count)
+
+  return _lower_step(step, mesh, state, batch_shapes(load), base=_base(model, adapters))
 
 
-def _lower_step(step: Callable[..., Any], mesh: Mesh, state: LearnerState, *inputs: Any) -> jax.stages.Lowered:
+def _base(model: ModelConfig, adapters: LoraConfig | None) -> tuple[Params, ...]:
+  """Returns the shapes of the frozen parameters, as the step's last argument; without adapters, there is none."""
+  return () if adapters is None else (policy_shapes(model),)
+
+
+def _on_base(apply: Any, mesh: Mesh, adapters: LoraConfig | None) -> Callable[..., Any]:
+  """Returns a function from the frozen parameters, if any, to the model as a function of what it trains."""
+  if adapters is None:
+    return lambda: constrain_params(apply, mesh)
+  adapted = constrain_params(lora.with_adapters(adapters, apply), mesh)
+  return lambda base: lambda trained, *tokens: adapted(lora.join(base, trained), *tokens)
+
+
+def _lower_step(
+  step: Callable[..., Any], mesh: Mesh, state: LearnerState, *inputs: Any, base: tuple[Params, ...]
+) -> jax.stages.Lowered:
   state_shardings, whole = shardings_for(state, mesh), replicated(mesh)
   arguments = [placed(state, state_shardings)]
   arguments += [placed(x, _batch_shardings(x, mesh)) for x in inputs]
   count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
   jitted = jax.jit(on_mesh(step, mesh), donate_argnums=0, out_shardings=(state_shardings, whole))
-  return jitted.lower(*arguments, count)
+  return jitted.lower(*arguments, count, *(placed(tree, shardings_for(tree, mesh)) for tree in base))
 
 
 def _batch_shardings(x: Any, mesh: Mesh) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,21 @@ import optax
 from sao_jax.learner import batching, regularization, targets, update
 from sao_jax.learner.config import LearnerConfig
 from sao_jax.learner.state import LearnerState
-from sao_jax.types import PolicyApply, TokenBatch, Trajectory, ValueApply
+from sao_jax.types import Params, PolicyApply, TokenBatch, Trajectory, ValueApply
 
 Diagnosis: TypeAlias = Callable[[LearnerState, Sequence[Trajectory]], list[list[str]]]
 """`(state after the skipped update (not donated), its batch) -> names per trajectory`. All are empty if only sums over
 the batch overflow. Since the update was skipped, the model's parameters are still those that met the batch."""
 
 
-def make_diagnosis(config: LearnerConfig, policy_apply: PolicyApply, value_apply: ValueApply | None) -> Diagnosis:
+def make_diagnosis(
+  config: LearnerConfig,
+  policy_apply: PolicyApply,
+  value_apply: ValueApply | None,
+  *,
+  base: Params | None = None,
+  join: Callable[[Params, Params], Params] = lambda base, trained: trained,
+) -> Diagnosis:
   """Builds a function that names the quantities of each trajectory that are not finite, each examined on its own.
 
   The quantities are reward, behavior_logp, reference_logp, logp, ratio, policy_loss, policy_gradient, value, return,
@@ -31,17 +38,23 @@ def make_diagnosis(config: LearnerConfig, policy_apply: PolicyApply, value_apply
     config: the learner's.
     policy_apply: the policy.
     value_apply: the value model; None for algorithms without one.
+    base: frozen parameters that the state lacks, if any.
+    join: `join(base, trained)` gives the parameters that policy and value model take.
   """
 
   @jax.jit
-  def examine(state: LearnerState, batch: TokenBatch, used: jax.Array) -> dict[str, jax.Array]:
-    return _quantities(config, policy_apply, value_apply, state, batch, used)
+  def examine(state: LearnerState, batch: TokenBatch, used: jax.Array, base: Params | None) -> dict[str, jax.Array]:
+    def on_base(apply: Any) -> Any:
+      return lambda trained, *tokens: apply(join(base, trained), *tokens)
+
+    value = None if value_apply is None else on_base(value_apply)
+    return _quantities(config, on_base(policy_apply), value, state, batch, used)
 
   def find(state: LearnerState, trajectories: Sequence[Trajectory]) -> list[list[str]]:
     found = []
     for trajectory in trajectories:
       batch, packed = batching.pack_batch(config, [trajectory], [1.0])
-      finite = jax.device_get(examine(state, batch, np.int32(packed.num_microbatches)))
+      finite = jax.device_get(examine(state, batch, np.int32(packed.num_microbatches), base))
       found.append([name for name in sorted(finite) if not finite[name]])
     return found
 

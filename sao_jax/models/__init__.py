@@ -16,10 +16,12 @@ from sao_jax.models.heads import (
   untied,
   value_apply,
 )
+from sao_jax.models.lora import LoraConfig
 from sao_jax.models.nnx_adapter import nnx_policy, nnx_value
 from sao_jax.models.transformer import Transformer
 
 __all__ = [
+  "LoraConfig",
   "ModelConfig",
   "RopeScaling",
   "Transformer",

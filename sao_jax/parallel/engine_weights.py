@@ -54,17 +54,20 @@ def layout_mesh(mesh: Mesh, engine_sizes: Sequence[int]) -> Mesh:
   return Mesh(devices, ENGINE_AXES, axis_types=(AxisType.Auto,) * len(ENGINE_AXES))
 
 
-def jit_layout(shapes: Params, mesh: Mesh, dtype: Any) -> Callable[[Params], Params]:
+def jit_layout(
+  shapes: Params, mesh: Mesh, dtype: Any, *, make: Callable[..., Params] = lambda params: params
+) -> Callable[..., Params]:
   """Returns a program that casts weights (`cast_for_engine`) and shards them by `ENGINE_RULES`, in new buffers.
 
   Args:
     shapes: arrays or shapes of the weights.
     mesh: a mesh of `ENGINE_AXES` over the devices that hold them.
     dtype: the model's compute dtype.
+    make: computes the weights from the program's arguments; by default its one argument are the weights.
   """
 
-  def lay_out(params: Params) -> Params:
-    return cast_for_engine(params, dtype)
+  def lay_out(*args: Params) -> Params:
+    return cast_for_engine(make(*args), dtype)
 
   return jax.jit(lay_out, out_shardings=shardings_for(shapes, mesh, ENGINE_RULES))
 

@@ -66,6 +66,11 @@ RULES: tuple[Rule, ...] = (
   Rule("{mlp,shared_experts}/{gate_proj,up_proj}/bias", ("tensor",)),
   Rule("{mlp,shared_experts}/down_proj/kernel", ("tensor", SHARD)),
   Rule("{mlp,shared_experts}/down_proj/bias", (None,)),
+  # Low-rank adapters (`models.lora`), [in, r] and [r, out]: split as the kernel [in, out] is.
+  Rule("{q_proj,k_proj,v_proj,gate_proj,up_proj}/kernel_lora_a", (SHARD, None)),
+  Rule("{q_proj,k_proj,v_proj,gate_proj,up_proj}/kernel_lora_b", (None, "tensor")),
+  Rule("{o_proj,down_proj}/kernel_lora_a", ("tensor", None)),
+  Rule("{o_proj,down_proj}/kernel_lora_b", (None, SHARD)),
   # Stacked experts [E, D, F] and [E, F, D], and the router [D, E].
   Rule("moe/{gate_proj,up_proj}", ("expert", EXPERT_SHARD, "tensor")),
   Rule("moe/down_proj", ("expert", "tensor", EXPERT_SHARD)),

@@ -17,9 +17,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jit_step(
-  step: Callable[..., tuple[Any, Any]], state: Any, batch: TokenBatch, mesh: Mesh, rules: Sequence[Rule] = RULES
+  step: Callable[..., tuple[Any, Any]],
+  state: Any,
+  batch: TokenBatch,
+  mesh: Mesh,
+  rules: Sequence[Rule] = RULES,
+  *,
+  constants: Sequence[Any] = (),
 ) -> Any:
-  """Compiles a learner step `(state, batch, num_microbatches) -> (state, metrics)` for a mesh.
+  """Compiles a learner step `(state, batch, num_microbatches, *constants) -> (state, metrics)` for a mesh.
 
   The state (donated) is sharded by the rules, the batch by `batch_shardings`; metrics are replicated. Results equal
   those of the unsharded step, except for the order of float sums. The step sums over global arrays, so that each shard
@@ -31,6 +37,7 @@ def jit_step(
     batch: arrays or shapes of a batch (the number of microbatches may differ from call to call).
     mesh: from `make_mesh`.
     rules: the table for the state.
+    constants: further trees that the step reads, such as frozen parameters; sharded by the rules, and not donated.
 
   Returns:
     The jitted step; it takes a state placed by `place` and a batch from `place_batch` or NumPy arrays.
@@ -41,7 +48,9 @@ def jit_step(
   state_shardings, whole = shardings_for(state, mesh, rules), replicated(mesh)
   return jax.jit(
     on_mesh(step, mesh),
-    in_shardings=(state_shardings, batch_shardings(batch, mesh), whole),
+    in_shardings=(
+      state_shardings, batch_shardings(batch, mesh), whole, *(shardings_for(tree, mesh, rules) for tree in constants)
+    ),
     out_shardings=(state_shardings, whole),
     donate_argnums=0,
   )

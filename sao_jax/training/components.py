@@ -24,6 +24,7 @@ from sao_jax.learner import (
   pack_batch,
 )
 from sao_jax.learner.scoring import make_scorer
+from sao_jax.models import lora
 from sao_jax.parallel.step import on_mesh
 from sao_jax.rollout.engine.engine import AsyncEngine, RolloutEngine
 from sao_jax.rollout.requests import RequestStream
@@ -31,13 +32,13 @@ from sao_jax.rollout.schedules import AsyncSchedule, LaggedSchedule, RolloutSche
 from sao_jax.rollout.trajectory_queue import TrajectoryQueue
 from sao_jax.rollout.weight_sync import WeightHistory, WeightStore, WeightSync
 from sao_jax.training import memory, pretrained
-from sao_jax.training.config import RunConfig, max_logprob_error
+from sao_jax.training.config import RunConfig, max_logprob_error, rl_learner
 from sao_jax.training.embedded import embedded_engines, num_tokens
 from sao_jax.training.evaluation import BothSplits
 from sao_jax.training.multi_process import MultiProcessRollouts, MultiProcessSchedule, check_processes
 from sao_jax.training.placement import Placement
 from sao_jax.training.ray_engines import NoRollouts, RayEngines, check_cluster
-from sao_jax.types import Domain, Params, PolicyApply, Trajectory, ValueApply
+from sao_jax.types import Domain, Params, PolicyApply, TokenBatch, Trajectory, ValueApply
 from sao_jax.utils.extras import require_extra
 
 
@@ -82,16 +83,21 @@ class Components:
     self.placement = Placement(config)
     # Raises for sizes that the meshes cannot split, before any work.
     self.placement.check_model(functools.partial(models.init_policy, config.policy), self.key("policy"))
+    if config.lora.enabled:
+      jax.eval_shape(functools.partial(lora.init_adapters, config.policy, config.lora), self.key("adapters"))
     if learning and config.policy_checkpoint is not None:
-      pretrained.check(config.policy_checkpoint, config.policy)
+      pretrained.check(config.policy_checkpoint, config.policy, pinned=config.lora.enabled)
     memory.check(config, self.placement.mesh, self.placement.engine_meshes[0], learning=learning)
+    self.learner = rl_learner(config)
+    adapted = functools.partial(lora.with_adapters, config.lora) if config.lora.enabled else lambda apply: apply
+    # With adapters, they take the joined parameters; `models_on` gives functions of the trained ones.
     self.policy_apply: PolicyApply = self.placement.constrain(
-      models.policy_apply(config.policy, num_tokens=num_tokens(config, domain))
+      adapted(models.policy_apply(config.policy, num_tokens=num_tokens(config, domain)))
     )
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
-      self.value_apply = self.placement.constrain(models.value_apply(config.policy))
-    self._update = self.placement.step(make_update_step(config.learner, self.policy_apply, self.value_apply, jit=False))
+      self.value_apply = self.placement.constrain(adapted(models.value_apply(config.policy)))
+    self._update = self.step(lambda policy, value: make_update_step(self.learner, policy, value, jit=False))
     self.baselines = make_baselines(config.learner)
     # Synchronous schedules split each batch over the processes; asynchronous engines run independently.
     independent = config.schedule == "async" and not config.cluster.num_engines
@@ -113,16 +119,92 @@ class Components:
     """`engine`, over all processes."""
     return MultiProcessRollouts(self.engine, self.placement)
 
+  @functools.cached_property
+  def base(self) -> Params:
+    """With `config.lora`: the frozen parameters, which policy and critic share. They are never donated."""
+    return self._initial_parameters()
+
   def init_policy(self) -> Params:
-    """Returns the initial parameters of the policy: from `policy_checkpoint`, or fresh ones.
+    """Returns what the policy trains: its parameters, from `policy_checkpoint` or fresh; with `config.lora`, adapters.
 
     Raises:
       ValueError: a tensor of the checkpoint is missing or not supported.
     """
-    wanted, path = self.config.policy, self.config.policy_checkpoint
-    if path is None:
-      return self.placement.make(functools.partial(models.init_policy, wanted), self.key("policy"))
-    return pretrained.load(path, wanted, self.placement)
+    config = self.config
+    if not config.lora.enabled:
+      return self._initial_parameters()
+    return self.placement.make(functools.partial(lora.init_adapters, config.policy, config.lora), self.key("adapters"))
+
+  def _initial_parameters(self) -> Params:
+    config = self.config
+    return pretrained.initial(config.policy_checkpoint, config.policy, config.seed, self.placement)
+
+  def models_on(self, base: Params | None) -> tuple[PolicyApply, ValueApply | None]:
+    """Returns policy and value model (None: the algorithm has none) as functions of what they train.
+
+    Args:
+      base: the frozen parameters; None without `config.lora`.
+    """
+    if base is None:
+      return self.policy_apply, self.value_apply
+
+    def on_base(apply: Any) -> Any:
+      return lambda trained, *tokens: apply(lora.join(base, trained), *tokens)
+
+    return on_base(self.policy_apply), None if self.value_apply is None else on_base(self.value_apply)
+
+  def step(
+    self, make: Callable[[PolicyApply, Any], Callable[..., tuple[Any, Any]]]
+  ) -> Callable[[Any, TokenBatch, Any], tuple[Any, Any]]:
+    """Returns a learner step `(state, batch, num_microbatches)` of the run's models, compiled at its first call.
+
+    Args:
+      make: returns the step, not jitted, for a policy and a value model (None: the algorithm has none).
+    """
+    if not self.config.lora.enabled:
+      return self.placement.step(make(*self.models_on(None)))
+
+    def on_base(state: Any, batch: TokenBatch, num_microbatches: Any, base: Params) -> tuple[Any, Any]:
+      return make(*self.models_on(base))(state, batch, num_microbatches)
+
+    compiled = self.placement.step(on_base)
+    return lambda state, batch, num_microbatches: compiled(state, batch, num_microbatches, self.base)
+
+  def whole_policy(self, policy: Params) -> Params:
+    """Returns all parameters of a policy, given what it trains; with `config.lora`, the adapters merged into copies."""
+    return self.placement.make(self._merge_all, self.base, policy) if self.config.lora.enabled else policy
+
+  def for_engine(self, policy: Params) -> Params:
+    """Returns the weights of a policy for the engines, given what it trains; see `Placement.for_engine`.
+
+    With `config.lora` they are the adapted kernels, merged anew, and the other weights, which all versions share.
+    """
+    if not self.config.lora.enabled:
+      return self.placement.for_engine(policy)
+    merged = self.placement.for_engine(self.base, policy, make=self._merge)
+    if isinstance(merged, list):
+      return [lora.join(fixed, new) for fixed, new in zip(self._engine_base, merged, strict=True)]
+    return lora.join(self._engine_base, merged)
+
+  def for_workers(self, policy: Params) -> Params:
+    """Returns all weights of a policy for engines in other processes; see `Placement.for_workers`."""
+    if not self.config.lora.enabled:
+      return self.placement.for_workers(policy)
+    return self.placement.for_workers(self.base, policy, make=self._merge_all)
+
+  @functools.cached_property
+  def _merge(self) -> Callable[[Params, Params], Params]:
+    return functools.partial(lora.merge, self.config.lora)
+
+  @functools.cached_property
+  def _merge_all(self) -> Callable[[Params, Params], Params]:
+    return functools.partial(lora.merge_all, self.config.lora)
+
+  @functools.cached_property
+  def _engine_base(self) -> Any:
+    """The engines' weights without adapters."""
+    merged = jax.eval_shape(self._merge, self.base, self.state_shapes().policy)
+    return self.placement.shared_with_engine(lora.without(self.base, merged))
 
   def init_critic(self, policy: Params) -> Params | None:
     """Returns a value model with the policy's trunk and a zero head; None for algorithms without a critic."""
@@ -132,32 +214,29 @@ class Components:
 
   def init_state(self, policy: Params, critic: Params | None) -> LearnerState:
     """Returns a fresh learner state, which shares no buffer with its arguments."""
-    state: LearnerState = self.placement.make(functools.partial(init_state, self.config.learner), policy, critic)
+    state: LearnerState = self.placement.make(functools.partial(init_state, self.learner), policy, critic)
     return state
 
   def state_shapes(self) -> LearnerState:
     """Returns the shapes and shardings of a learner state, as the target for restoring a checkpoint."""
-    config = self.config
+    config, key = self.config, jax.random.key(0)
 
     def make() -> LearnerState:
-      policy = models.init_policy(config.policy, jax.random.key(0))
-      uses_critic = config.learner.uses_critic
-      return init_state(
-        config.learner, policy, models.init_critic(config.policy, jax.random.key(0), policy) if uses_critic else None
-      )
+      policy = lora.init_trained(config.policy, config.lora, key)
+      critic = models.init_critic(config.policy, key, policy) if config.learner.uses_critic else None
+      return init_state(self.learner, policy, critic)
 
     shapes: LearnerState = self.placement.shapes(make)
     return shapes
 
-  def key(self, use: str) -> jax.Array:
-    """Returns a PRNG key derived from the run's seed and `use`, "policy" or "critic"."""
-    uses = ("policy", "critic")
-    return jax.random.fold_in(jax.random.key(self.config.seed), uses.index(use))
+  def key(self, use: pretrained.Use) -> jax.Array:
+    """Returns a PRNG key derived from the run's seed and `use`, "policy", "critic" or "adapters"."""
+    return pretrained.key(self.config.seed, use)
 
   def pack(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
     """Packs a batch for the learner, with advantages from a reward baseline if the algorithm uses one."""
     adv = None if self.baselines is None else self.baselines.advantages(trajectories)
-    return pack_batch(self.config.learner, trajectories, adv)
+    return pack_batch(self.learner, trajectories, adv)
 
   def update(self, state: LearnerState, batch: PackedBatch) -> tuple[LearnerState, Metrics]:
     """Runs one learner step (`learner.make_update_step`), compiled at the first call.
@@ -183,7 +262,7 @@ class Components:
     config = self.config
     if config.schedule == "async":
       return self._async_schedule(on_wait)
-    history = WeightHistory(config.lag, self.placement.for_engine)
+    history = WeightHistory(config.lag, self.for_engine)
     return LaggedSchedule(
       engine=self.rollouts,
       requests=self.requests,
@@ -199,11 +278,11 @@ class Components:
       assert self._make_domain is not None, "checked when made"
       if self._ray_engines is not None:  # of an earlier `Trainer.train`
         self._ray_engines.close()
-      store = WeightStore(self.placement.for_workers)
+      store = WeightStore(self.for_workers)
       self._ray_engines = RayEngines(config, self._make_domain, self.placement, store)
       engine: AsyncEngine | None = self._ray_engines.cluster
     else:
-      store, engine = WeightStore(self.placement.for_engine), self.engine
+      store, engine = WeightStore(self.for_engine), self.engine
     schedule: RolloutSchedule
     if engine is None:
       assert self._ray_engines is not None

@@ -14,6 +14,7 @@ from sao_jax.io.loggers import WandbMode
 from sao_jax.learner import algorithms
 from sao_jax.learner.config import LearnerConfig, OptimizerConfig, require
 from sao_jax.models.config import ModelConfig
+from sao_jax.models.lora import LoraConfig
 from sao_jax.parallel.mesh import MeshConfig, RolloutMeshConfig
 from sao_jax.rollout.engine.config import REMOVED_FIELDS, EngineConfig
 from sao_jax.rollout.ray.config import ClusterConfig
@@ -174,6 +175,10 @@ class RunConfig:
   policy_checkpoint: str | None = None
   """Starting point: a Hugging Face directory, a GGUF file, or the workdir of another run (or
   `WORKDIR/checkpoints/STEP`), whose policy it takes. None: fresh parameters."""
+  lora: LoraConfig = LoraConfig()
+  """Low-rank adapters, which then train in all stages in place of the parameters; `lora.rank` turns them on. The
+  critic's frozen sets do not apply then: its adapters and its value head train. `policy_checkpoint` must not change
+  while the run lasts, because checkpoints hold the adapters only. Needs lag = 0."""
   critic: CriticConfig = CriticConfig()
   warm_start: WarmStartConfig = WarmStartConfig()
   learner: LearnerConfig
@@ -267,6 +272,7 @@ class RunConfig:
     switch = self.lag_switch_chunks
     require(lagged or switch is None, "lag_switch_chunks", switch, "None unless lagged")
     require(switch is None or switch >= 1, "lag_switch_chunks", switch, ">= 1 or None")
+    require(self.lag == 0 or not self.lora.enabled, "lag", self.lag, "0 with lora.rank")
     require(self.lag <= self.max_staleness, "lag", self.lag, f"at most max_staleness = {self.max_staleness}")
     counted = switch is None or self.remote.url is None
     require(counted, "lag_switch_chunks", switch, "None with a remote.url: a server's decode chunks are not counted")
@@ -337,6 +343,11 @@ def max_logprob_error(config: RunConfig) -> float:
   return config.max_logprob_error or math.inf
 
 
+def rl_learner(config: RunConfig) -> LearnerConfig:
+  """Returns the learner's settings for RL: with adapters, none of the critic's are frozen."""
+  return dataclasses.replace(config.learner, frozen_critic=()) if config.lora.enabled else config.learner
+
+
 def pretraining_learner(config: RunConfig) -> LearnerConfig:
   """Returns the learner's settings for value pretraining.
 
@@ -346,7 +357,7 @@ def pretraining_learner(config: RunConfig) -> LearnerConfig:
   return dataclasses.replace(
     config.learner,
     critic_optimizer=config.critic.pretraining_optimizer,
-    frozen_critic=config.critic.pretraining_frozen,
+    frozen_critic=() if config.lora.enabled else config.critic.pretraining_frozen,
     advantage="gae",
     kl_coef=0.0,
   )

@@ -10,14 +10,17 @@ import shutil
 import jax
 
 from sao_jax import models
-from sao_jax.models.checkpoints import files
+from sao_jax.models.checkpoints import files, peft
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.token_ids import TokenIds
 from sao_jax.tokenizers import Chat
 from sao_jax.tokenizers.gguf_tokenizer import hf_files
+from sao_jax.training.config import RunConfig
 from sao_jax.types import Params
 from sao_jax.utils import untrusted_files
 
+ADAPTER_FOLDER = "adapter"
+"""Folder of the adapters in an export: beside the model, they would make transformers take it for an adapter."""
 TOKENIZER_FILES = (
   "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
   "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -63,6 +66,16 @@ def export(
     _write_tokenizer(folder, pathlib.Path(source))
   models.save_hf(folder, config, params)
   return sorted(path.name for path in folder.iterdir())
+
+
+def export_adapters(directory: str | os.PathLike[str], config: RunConfig, adapters: Params) -> list[str]:
+  """Writes a policy's adapters (`config.lora`) in the format of PEFT, to the folder `adapter` of a directory.
+
+  They apply to the run's `policy_checkpoint`. Returns the names of the files.
+  """
+  folder = pathlib.Path(directory) / ADAPTER_FOLDER
+  names = peft.save(folder, config.policy, config.lora, adapters, base=config.policy_checkpoint)
+  return [f"{ADAPTER_FOLDER}/{name}" for name in names]
 
 
 def _with_token_ids(config: ModelConfig, source: pathlib.Path) -> ModelConfig:

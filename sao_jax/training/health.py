@@ -14,6 +14,7 @@ import numpy as np
 from sao_jax.io import bad_batches
 from sao_jax.learner import LearnerState, make_diagnosis
 from sao_jax.learner.diagnosis import Diagnosis
+from sao_jax.models import lora
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.training.components import Components
 from sao_jax.training.config import max_logprob_error
@@ -143,7 +144,8 @@ class HealthCheck:
   ) -> None:
     parts = self._parts
     if self._diagnose is None:
-      self._diagnose = make_diagnosis(parts.config.learner, parts.policy_apply, parts.value_apply)
+      frozen: dict[str, Any] = {"base": parts.base, "join": lora.join} if parts.config.lora.enabled else {}
+      self._diagnose = make_diagnosis(parts.learner, parts.policy_apply, parts.value_apply, **frozen)
     with parts.placement.dispatching():
       found = self._diagnose(state, trajectories)
     bad = [

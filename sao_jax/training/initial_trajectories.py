@@ -56,7 +56,7 @@ def initial_trajectories(
       trajectory_arrays.save(unfinished, trajectory_arrays.to_arrays(list(done)))
 
   with signals.interruptible(emergency_checkpoint=keep):
-    weights = parts.placement.for_engine(policy)
+    weights = parts.for_engine(policy)
   requests = _requests(parts, {x.episode_id for x in done})
   before = failed_by_kind(parts.rollouts)
   try:

@@ -19,17 +19,19 @@ from jax.sharding import Mesh
 from sao_jax import models, parallel
 from sao_jax.learner import LearnerState, init_state, partition
 from sao_jax.learner.config import LearnerConfig
+from sao_jax.models import lora
 from sao_jax.models.config import ModelConfig
+from sao_jax.models.lora import LoraConfig
 from sao_jax.parallel.axes import ROWS
 from sao_jax.parallel.engine_weights import cast_for_engine
 from sao_jax.parallel.rules import CACHE_RULES, ENGINE_RULES, RULES, Rule
-from sao_jax.training.config import RunConfig
+from sao_jax.training.config import RunConfig, rl_learner
 from sao_jax.types import Params
 
 _GB = 1e9
 _HINTS: Mapping[str, str] = {
-  "policy": "more devices along mesh.fsdp, or a smaller model",
-  "critic": "more devices along mesh.fsdp, or an algorithm without a critic",
+  "policy": "more devices along mesh.fsdp, low-rank adapters (lora.rank), or a smaller model",
+  "critic": "more devices along mesh.fsdp, low-rank adapters (lora.rank), or an algorithm without a critic",
   "weights of the engine": "more devices along mesh.fsdp, or a smaller lag",
   "cache of the engine": "a smaller engine.cache_tokens, engine.max_len or engine.num_slots, or policy.dtype=bfloat16",
 }
@@ -39,21 +41,26 @@ _HINTS: Mapping[str, str] = {
 class Shapes:
   """Shapes of what a run holds; they do not depend on the mesh."""
 
+  policy: Params
+  """All parameters of the policy."""
   state: LearnerState
+  """With adapters, it holds these only; policy and critic share the parameters."""
   trainable_critic: Params
 
   @classmethod
-  def of(cls, policy: ModelConfig, learner: LearnerConfig) -> Shapes:
+  def of(cls, policy: ModelConfig, learner: LearnerConfig, adapters: LoraConfig | None = None) -> Shapes:
     """Computes them without allocating anything."""
+    key, adapters = jax.random.key(0), adapters or LoraConfig()
 
-    def make() -> tuple[LearnerState, Params]:
-      params = models.init_policy(policy, jax.random.key(0))
-      critic = models.init_critic(policy, jax.random.key(0), params) if learner.uses_critic else None
+    def make() -> tuple[Params, LearnerState, Params]:
+      params = lora.init_trained(policy, adapters, key)
+      critic = models.init_critic(policy, key, params) if learner.uses_critic else None
       trainable = None if critic is None else partition.split(critic, learner.frozen_critic)[0]
-      return init_state(learner, params, critic), trainable
+      whole = models.init_policy(policy, key) if adapters.enabled else params
+      return whole, init_state(learner, params, critic), trainable
 
-    state, trainable = jax.eval_shape(make)
-    return cls(state=state, trainable_critic=trainable)
+    whole, state, trainable = jax.eval_shape(make)
+    return cls(policy=whole, state=state, trainable_critic=trainable)
 
 
 def needs(
@@ -68,26 +75,27 @@ def needs(
     config: the run.
     mesh: of the learner.
     engine_mesh: of the rollout engine.
-    shapes: `Shapes.of(config.policy, config.learner)`, if known already.
+    shapes: `Shapes.of` the run's policy, learner and adapters, if known already.
     learning: False counts only what sampling takes: the policy, its copy for the engine, and the cache.
 
   Raises:
     ValueError: the mesh cannot split a parameter; the message names it.
   """
-  shapes = shapes or Shapes.of(config.policy, config.learner)
-  state = shapes.state
-  weights = _engine_weights(config, state.policy, engine_mesh)
+  shapes = shapes or Shapes.of(config.policy, rl_learner(config), config.lora)
+  state, adapted = shapes.state, config.lora.enabled
+  weights, fixed = _engine_weights(config, shapes, engine_mesh)
+  frozen = _bytes(shapes.policy, mesh) if adapted else 0
   if learning:
     found = {
-      "policy": _bytes((state.policy, state.policy_opt), mesh),
+      "policy": frozen + _bytes((state.policy, state.policy_opt), mesh),
       "critic": _bytes((state.critic, state.critic_opt), mesh),
       "reference policy": _bytes(state.reference, mesh),
       "gradients": max(_bytes(state.policy, mesh), _bytes(shapes.trainable_critic, mesh)),
       # While a version is published, the engine still holds the one before.
-      "weights of the engine": weights * max(2, config.lag + 1),
+      "weights of the engine": fixed + weights * max(2, config.lag + 1),
     }
   else:
-    found = {"policy": _bytes(state.policy, mesh), "weights of the engine": weights}
+    found = {"policy": frozen + _bytes(state.policy, mesh), "weights of the engine": fixed + weights}
   if config.uses_embedded_engine:
     found["cache of the engine"] = _cache_bytes(config, engine_mesh)
   return found
@@ -175,10 +183,30 @@ def _check_devices(mesh: Mesh, found: Mapping[str, int]) -> None:
   )
 
 
-def _engine_weights(config: RunConfig, policy: Params, mesh: Mesh) -> int:
-  if config.remote.url is None:
-    policy = jax.eval_shape(functools.partial(cast_for_engine, dtype=config.policy.compute_dtype), policy)
-  return _bytes(policy, mesh, RULES if config.rollout_mesh.follows_learner else ENGINE_RULES)
+def _engine_weights(config: RunConfig, shapes: Shapes, mesh: Mesh) -> tuple[int, int]:
+  """Returns the bytes of the weights that each version has anew, and of those that all versions have in common.
+
+  The latter exist with adapters only. Weights that an engine on the learner's devices takes as they are count for
+  neither: it shares them with the learner.
+  """
+  follows = config.rollout_mesh.follows_learner
+
+  def for_engine(params: Params) -> Params:
+    if config.remote.url is not None:
+      return params
+    return jax.eval_shape(functools.partial(cast_for_engine, dtype=config.policy.compute_dtype), params)
+
+  def size(params: Params) -> int:
+    return _bytes(params, mesh, RULES if follows else ENGINE_RULES)
+
+  if not config.lora.enabled:
+    return size(for_engine(shapes.policy)), 0
+  merged = jax.eval_shape(functools.partial(lora.merge, config.lora), shapes.policy, shapes.state.policy)
+  frozen = lora.without(shapes.policy, merged)
+  copied = for_engine(frozen)
+  if follows:
+    copied = jax.tree.map(lambda old, new: None if old.dtype == new.dtype else new, frozen, copied)
+  return size(for_engine(merged)), size(copied)
 
 
 def _bytes(tree: Any, mesh: Mesh, rules: Sequence[Rule] = RULES) -> int:

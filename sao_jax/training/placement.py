@@ -8,10 +8,9 @@ process, `config.rollout_mesh` may give the engines other devices than the learn
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -29,6 +28,20 @@ from sao_jax.types import CachedPolicy, Params, TokenBatch
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PROCESS = "process"
+
+
+def _unchanged(params: Params) -> Params:
+  return params
+
+
+def _cast(make: Callable[..., Params], dtype: Any) -> Callable[..., Params]:
+  """Returns `make`, with its result cast for an engine; copied as it is if there is no `dtype`."""
+
+  def cast(*args: Params) -> Params:
+    made = make(*args)
+    return copy_leaves(made) if dtype is None else cast_for_engine(made, dtype)
+
+  return cast
 
 
 class Placement:
@@ -53,8 +66,7 @@ class Placement:
     self._dtype = self._compute_dtype if config.remote.url is None else None
     self._lock = threading.RLock()
     self._engine_locks = [threading.RLock() if self._split else self._lock for _ in self.engine_meshes]
-    self._copies: Any = None
-    self._worker_copies: Any = None
+    self._copies: dict[Any, Callable[..., Params]] = {}
 
   def _check(self, config: RunConfig) -> None:
     learner, engine, mesh = config.learner, config.engine, self.engine_meshes[0]
@@ -109,23 +121,24 @@ class Placement:
     """Places parameters on their shards; every process must hold all of them on the host."""
     return parallel.place(params, self.mesh)
 
-  def step(self, fn: Callable[..., tuple[Any, Any]]) -> Callable[[Any, TokenBatch, Any], tuple[Any, Any]]:
-    """Returns a learner step `(state, batch, num_microbatches)` that is compiled at its first call.
+  def step(self, fn: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Returns a learner step `(state, batch, num_microbatches, *constants)` that is compiled at its first call.
 
     Args:
       fn: the step, not jitted; returns `(state, metrics)`.
 
     Returns:
-      The step. Its batch is on the host, and is placed on the mesh.
+      The step. Its batch is on the host, and is placed on the mesh. The constants are trees on the mesh that the step
+      reads, such as frozen parameters; they are not donated.
     """
     compiled: list[Any] = []
 
-    def step(state: Any, batch: TokenBatch, num_microbatches: Any) -> tuple[Any, Any]:
+    def step(state: Any, batch: TokenBatch, num_microbatches: Any, *constants: Any) -> tuple[Any, Any]:
       if not compiled:
-        compiled.append(parallel.jit_step(fn, state, batch, self.mesh))
+        compiled.append(parallel.jit_step(fn, state, batch, self.mesh, constants=constants))
       placed = parallel.place_batch(batch, self.mesh)
       with self.dispatching():
-        result: tuple[Any, Any] = compiled[0](state, placed, np.int32(num_microbatches))
+        result: tuple[Any, Any] = compiled[0](state, placed, np.int32(num_microbatches), *constants)
       return result
 
     return step
@@ -135,20 +148,21 @@ class Placement:
     mesh, lock = self.engine_meshes[engine], self._engine_locks[engine]
     return parallel.cached_on_mesh(policy, mesh, contextlib.nullcontext if mesh.size == 1 else lambda: lock)
 
-  def for_engine(self, params: Params) -> Params:
+  def for_engine(self, *args: Params, make: Callable[..., Params] = _unchanged) -> Params:
     """Copies the learner's parameters to the engines' meshes, in the compute dtype, and waits for the copy.
 
     One program on the learner's devices casts the parameters and lays them out in the engines' shards; engines on other
     devices then receive these. With several processes each one gets a whole copy on its own devices, and every process
     must call this.
 
+    Args:
+      *args: the parameters, or the arguments of `make`; trees on the learner's mesh.
+      make: computes the parameters, in the same program.
+
     Returns:
       The engine's parameters; with `placement="split"`, a list of them, one per engine (`rollout.EngineGroup`).
     """
-    if self._copies is None:
-      self._copies = self._make_copies(params)
-    with self.dispatching():
-      copied = self._copies(params)
+    copied = self._copy("engine", make, args)
     if self._split:
       copied = [send(copied, mesh) for mesh in self.engine_meshes]
     copied = jax.block_until_ready(copied)
@@ -156,17 +170,37 @@ class Placement:
       return copied
     return jax.tree.map(self._local, copied, parallel.shardings_for(copied, self.engine_meshes[0], self._rules))
 
-  def for_workers(self, params: Params) -> Params:
+  def shared_with_engine(self, params: Params) -> Params:
+    """Returns the result of `for_engine`, but without a copy of arrays that the engine takes as they are.
+
+    These are shared, so the caller must never donate them.
+    """
+    copied = self.for_engine(params)
+    if self._split or jax.process_count() > 1:
+      return copied
+
+    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+      same = old.dtype == new.dtype and old.sharding.is_equivalent_to(new.sharding, old.ndim)
+      return old if same else new
+
+    return jax.tree.map(one, params, copied)
+
+  def for_workers(self, *args: Params, make: Callable[..., Params] = _unchanged) -> Params:
     """Copies the learner's parameters for engines in other processes, in the compute dtype, and waits for the copy.
 
-    Every shard stays on its device. With several processes every one must call this.
+    Every shard stays on its device. With several processes every one must call this. The arguments are those of
+    `for_engine`.
     """
-    if self._worker_copies is None:
-      cast = functools.partial(cast_for_engine, dtype=self._compute_dtype)
-      self._worker_copies = jax.jit(cast, out_shardings=parallel.shardings_for(params, self.mesh))
+    return jax.block_until_ready(self._copy("workers", make, args))
+
+  def _copy(self, target: str, make: Callable[..., Params], args: Sequence[Params]) -> Params:
+    """Runs the program for a target, which is compiled once for each `make` and structure of its arguments."""
+    key = (target, make, jax.tree.structure(args))
+    if key not in self._copies:
+      shapes = jax.eval_shape(make, *args)
+      self._copies[key] = (self._make_copies if target == "engine" else self._make_worker_copies)(make, shapes)
     with self.dispatching():
-      copied = self._worker_copies(params)
-    return jax.block_until_ready(copied)
+      return self._copies[key](*args)
 
   def engine_shardings(self, shapes: Params) -> Params:
     """Returns the shardings of the weights on the first engine's mesh."""
@@ -177,7 +211,11 @@ class Placement:
     first = copied[0] if self._split else copied
     return jax.tree.map(lambda x, y: x.astype(y.dtype), first, like)
 
-  def _make_copies(self, params: Params) -> Callable[[Params], Params]:
+  def _make_worker_copies(self, make: Callable[..., Params], shapes: Params) -> Callable[..., Params]:
+    """Returns a jitted copy in the learner's layout."""
+    return jax.jit(_cast(make, self._compute_dtype), out_shardings=parallel.shardings_for(shapes, self.mesh))
+
+  def _make_copies(self, make: Callable[..., Params], shapes: Params) -> Callable[..., Params]:
     """Returns a jitted copy in the engines' layout, on the learner's devices.
 
     With several processes, every process gets all of it: it is replicated along the first axis of a
@@ -185,8 +223,8 @@ class Placement:
     """
     engine = self.engine_meshes[0]
     if self._split:
-      return jit_layout(params, layout_mesh(self.mesh, tuple(engine.shape.values())), self._dtype)
-    local_places = places = parallel.shardings_for(params, engine, self._rules)
+      return jit_layout(shapes, layout_mesh(self.mesh, tuple(engine.shape.values())), self._dtype, make=make)
+    local_places = places = parallel.shardings_for(shapes, engine, self._rules)
     if jax.process_count() > 1:
       devices = self.mesh.devices.reshape((jax.process_count(), *engine.shape.values()))
       if set(devices[jax.process_index()].flat) != set(engine.devices.flat):
@@ -194,9 +232,7 @@ class Placement:
       types = (jax.sharding.AxisType.Auto,) * devices.ndim
       wide = Mesh(devices, (_PROCESS, *engine.axis_names), axis_types=types)
       places = jax.tree.map(lambda place: NamedSharding(wide, place.spec), local_places)
-    if self._dtype is None:
-      return jax.jit(copy_leaves, out_shardings=places)
-    return jax.jit(functools.partial(cast_for_engine, dtype=self._dtype), out_shardings=places)
+    return jax.jit(_cast(make, self._dtype), out_shardings=places)
 
   @staticmethod
   def _local(leaf: jax.Array, place: NamedSharding) -> jax.Array:

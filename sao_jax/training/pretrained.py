@@ -11,18 +11,20 @@ import functools
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 
 from sao_jax import models
 from sao_jax.io.checkpoints import Checkpointer
+from sao_jax.models import lora
 from sao_jax.models.checkpoints import files
 from sao_jax.models.config import ModelConfig
 from sao_jax.training.placement import Placement
 from sao_jax.types import Params
 from sao_jax.utils import untrusted_files
 
+Use: TypeAlias = Literal["policy", "critic", "adapters"]
 HOW = ("dtype", "param_dtype", "remat", "moe_impl", "attention_impl", "init_std")
 """Fields of `ModelConfig` that choose how a model is computed and stored. The checkpoint decides the others."""
 
@@ -48,12 +50,23 @@ def read_config(path: str | os.PathLike[str], *, dtype: str, param_dtype: str) -
   return dataclasses.replace(_recorded_model(run), dtype=dtype, param_dtype=param_dtype)
 
 
-def check(path: str | os.PathLike[str], wanted: ModelConfig) -> None:
+def check(path: str | os.PathLike[str], wanted: ModelConfig, *, pinned: bool = False) -> None:
   """Checks that a config describes the model behind a path, before any weight is read.
+
+  Args:
+    path: the policy's starting point.
+    wanted: the config.
+    pinned: refuse the newest checkpoint of a run, which another run may replace.
 
   Raises:
     ValueError: it describes another model; the message lists the fields that differ.
   """
+  run = _run(path)
+  if pinned and run is not None and run.step is None:
+    raise ValueError(
+      "policy_checkpoint must name one checkpoint of the run, WORKDIR/checkpoints/STEP, with lora.rank: its newest one "
+      f"may change; received {os.fspath(path)!r}."
+    )
   found = read_config(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype)
   different = [
     f"{field.name} is {getattr(wanted, field.name)!r} here and {getattr(found, field.name)!r} there"
@@ -65,6 +78,28 @@ def check(path: str | os.PathLike[str], wanted: ModelConfig) -> None:
       f"policy must be that of policy_checkpoint, {os.fspath(path)!r}: {'; '.join(different)}. "
       "`training.defaults.config_for` (the preset `chat`) takes it from the checkpoint."
     )
+
+
+def key(seed: int, use: Use) -> jax.Array:
+  """Returns a PRNG key derived from a run's seed and the use of it."""
+  return jax.random.fold_in(jax.random.key(seed), get_args(Use).index(use))
+
+
+def initial(path: str | os.PathLike[str] | None, config: ModelConfig, seed: int, placement: Placement) -> Params:
+  """Returns the parameters that a run's policy starts from.
+
+  Args:
+    path: its `policy_checkpoint`; None: fresh parameters.
+    config: the model.
+    seed: of fresh parameters.
+    placement: of the parameters.
+
+  Raises:
+    ValueError: a tensor of the checkpoint is missing or not supported.
+  """
+  if path is None:
+    return placement.make(functools.partial(models.init_policy, config), key(seed, "policy"))
+  return load(path, config, placement)
 
 
 def load(path: str | os.PathLike[str], config: ModelConfig, placement: Placement) -> Params:
@@ -81,19 +116,23 @@ def load(path: str | os.PathLike[str], config: ModelConfig, placement: Placement
     )
     return placement.put(params) if files.is_gguf(path) else params
   stored = _recorded_model(run)
-  shapes = placement.shapes(functools.partial(models.init_policy, stored), jax.random.key(0))
-  _, params = restore_policy(run.workdir, shapes, step=run.step)
+  adapters = lora.LoraConfig(**run.config.get("lora", {}))
+  make = functools.partial(lora.init_trained, stored, adapters)
+  _, params = restore_policy(run.workdir, placement.shapes(make, jax.random.key(0)), step=run.step)
+  if adapters.enabled:
+    base = initial(run.config["policy_checkpoint"], stored, run.config["seed"], placement)
+    params = placement.make(functools.partial(lora.merge_all, adapters), base, params)
   if stored.param_dtype == config.param_dtype:
     return params
   return placement.make(lambda tree: jax.tree.map(lambda x: x.astype(config.param_dtype), tree), params)
 
 
 def restore_policy(workdir: str | os.PathLike[str], shapes: Params, *, step: int | None = None) -> tuple[int, Params]:
-  """Restores the policy from a run's checkpoint, and nothing else.
+  """Restores the policy from a run's checkpoint, and nothing else; the adapters, if it has adapters.
 
   Args:
     workdir: the run's folder.
-    shapes: shapes, dtypes and shardings of the policy's parameters.
+    shapes: shapes, dtypes and shardings of what the policy trains.
     step: of the checkpoint; None: the newest.
 
   Returns:

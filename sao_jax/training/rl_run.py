@@ -181,7 +181,7 @@ class RLRun:
       return
     began = time.monotonic()
     with self._console.stage(f"evaluation after {step} steps", 1) as bar, self._signals.interruptible():
-      weights = self.parts.placement.for_engine(state.policy)
+      weights = self.parts.for_engine(state.policy)
       result = evaluation.evaluate(self.parts.rollouts, self.parts.domain, weights, num_episodes=n, version=step)
       failed = f"  failed {by_count(result.failed_by_kind)}" if result.failed else ""
       bar.advance(note=f"success {result.success_rate:.3f}{failed}")

@@ -120,7 +120,7 @@ def warm_start(
     policy = parts.init_policy()
 
   def fit() -> tuple[Params, dict[str, Any]]:
-    console.print(parameter_report(policy, title="policy"))
+    console.print(parameter_report(policy, title="adapters" if parts.config.lora.enabled else "policy"))
     params, seconds = _imitate(stage, policy) if num_steps else (policy, 0.0)
     return params, {"seconds": seconds}
 
@@ -131,10 +131,9 @@ def warm_start(
 def _imitate(stage: StageRun, policy: Params) -> tuple[Params, float]:
   """The supervised updates, from where an earlier run stopped. Returns the policy, and the seconds."""
   parts, settings = stage.parts, stage.parts.config.warm_start
-  step = parts.placement.step(
-    make_sft_step(
-      settings.optimizer, parts.policy_apply, logprob_chunk_size=parts.config.learner.logprob_chunk_size, jit=False
-    )
+  chunk = parts.learner.logprob_chunk_size
+  step = parts.step(
+    lambda policy, _: make_sft_step(settings.optimizer, policy, logprob_chunk_size=chunk, jit=False)
   )
   state: SftState = parts.placement.make(functools.partial(init_sft_state, settings.optimizer), policy)
   start, began = 0, time.monotonic()
@@ -214,8 +213,8 @@ def value_pretraining(
 
   def fit() -> tuple[Params, dict[str, Any]]:
     if count:
-      console.print(parameter_report(critic, config.critic.pretraining_frozen, title="pretraining"))
-    console.print(parameter_report(critic, config.learner.frozen_critic, title="critic in RL"))
+      console.print(parameter_report(critic, config_lib.pretraining_learner(config).frozen_critic, title="pretraining"))
+    console.print(parameter_report(critic, parts.learner.frozen_critic, title="critic in RL"))
     return _fit_values(stage, policy, critic) if count else (critic, {"seconds": 0.0})
 
   params, facts = stage.result(critic, fit, run=run, size=count)
@@ -252,8 +251,7 @@ def _fit_values(stage: StageRun, policy: Params, critic: Params) -> tuple[Params
   """The critic's updates, from where an earlier run stopped. Returns the critic, and facts about the stage."""
   parts, config = stage.parts, stage.parts.config
   learner = config_lib.pretraining_learner(config)
-  assert parts.value_apply is not None  # or there would be no critic to fit
-  step = parts.placement.step(make_critic_step(learner, parts.value_apply, num_updates=1, jit=False))
+  step = parts.step(lambda _, value: make_critic_step(learner, value, num_updates=1, jit=False))
   health = HealthCheck(parts, stage.folder)
   start, began = 0, time.monotonic()
   with stage.partial_checkpointer() as checkpointer:
@@ -299,8 +297,7 @@ def _explained_variance(
   if not held_out:
     return state, None
   parts, learner = stage.parts, config_lib.pretraining_learner(stage.parts.config)
-  assert parts.value_apply is not None
-  measure = parts.placement.step(make_critic_evaluation(learner, parts.value_apply, jit=False))
+  measure = parts.step(lambda _, value: make_critic_evaluation(learner, value, jit=False))
   batch, stats = pack_batch(learner, held_out)
   with stage.signals.interruptible():
     state, report = measure(state, batch, np.int32(stats.num_microbatches))

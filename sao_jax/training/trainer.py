@@ -104,7 +104,12 @@ class Trainer:
 
   @property
   def params(self) -> Params:
-    """The policy's parameters: after `train`, those of its last step; before, those of the workdir or of the config."""
+    """The policy's parameters: after `train`, those of its last step; before, those of the workdir or of the config.
+    Adapters (`config.lora`) are merged into them, in a copy."""
+    return self._open().whole_policy(self._trained())
+
+  def _trained(self) -> Params:
+    """What the policy trains: its parameters, or its adapters."""
     if self._policy is None:
       self._policy = self._restored_policy()
     return self._policy
@@ -128,7 +133,7 @@ class Trainer:
     parts.prompts[:] = [self.domain.format_prompt(prompt) for prompt in prompts]
     first = self.domain.num_train_tasks + self.domain.num_eval_tasks
     requests = [EpisodeRequest(task_index=first + i, episode_id=i, group_id=i) for i in range(len(prompts))]
-    weights = parts.placement.for_engine(self.params)
+    weights = parts.for_engine(self._trained())
     done = {x.episode_id: x for x in parts.rollouts.generate(lambda _: (weights, 0), requests, seed=seed)}
     if missing := [prompts[i] for i in range(len(prompts)) if i not in done]:
       raise ValueError(
@@ -151,7 +156,7 @@ class Trainer:
       ValueError: the number is below 1.
     """
     parts = self._open()
-    weights = parts.placement.for_engine(self.params)
+    weights = parts.for_engine(self._trained())
     count = self.config.eval_episodes if num_episodes is None else num_episodes
     return evaluation.evaluate(parts.rollouts, self.domain, weights, num_episodes=count)
 
@@ -159,9 +164,11 @@ class Trainer:
     """Exports the policy for transformers and vLLM; returns the names of the files. See `export.export`.
 
     The tokenizer comes from the checkpoint that the run started from; without one, weights and config are written only.
+    Adapters are merged into the weights, and written in PEFT's format as well (`export.export_adapters`).
     """
-    source = tokenizer_source(self.config)
-    return export.export(directory, self.config.policy, self.params, source=source, dtype=dtype)
+    source, adapted = tokenizer_source(self.config), self.config.lora.enabled
+    names = export.export(directory, self.config.policy, self.params, source=source, dtype=dtype)
+    return names + (export.export_adapters(directory, self.config, self._trained()) if adapted else [])
 
   def close(self) -> None:
     """Stops the engine, closes the domain and unlocks the workdir."""

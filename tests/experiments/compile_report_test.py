@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -200,3 +201,14 @@ def test_an_engine_on_a_mesh_of_its_own_gathers_no_weight():
   weights = 2 * aot.total_size(aot.policy_shapes(model))
   assert decode["limit_bytes_per_device"] == (weights + cache) / 8
   assert decode["ratio_to_limit"] == decode["moved_bytes_per_device"] / decode["limit_bytes_per_device"] > 0.5
+
+
+@pytest.mark.timeout(600)
+def test_adapters_take_the_place_of_optimizer_states():
+  text, found = report("--mesh=fsdp=2", "--programs=policy", "--lora_rank=2")
+  frozen = aot.total_bytes(aot.policy_shapes(MODELS["tiny_moe"]())) / 2
+  assert f"frozen, shared{compile_report.readable(2 * frozen):>20}{compile_report.readable(frozen):>12}" in text, text
+  # The step takes the parameters, and little besides: adapters, their moments, and tokens.
+  arguments = re.search(r"per device: arguments ([\d.]+) kB", text)
+  assert arguments is not None and frozen < 1e3 * float(arguments[1]) < 1.2 * frozen, text
+  assert found["policy"]["flops_per_device"] > 0 and "freezing" not in text

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy
+from sao_jax.models.lora import LoraConfig, init_adapters
 from sao_jax.parallel.axes import AXES
 from sao_jax.parallel.rules import batch_shardings, cache_shardings, shardings_for, spec_for
 from sao_jax.types import TokenBatch
@@ -47,6 +48,16 @@ def test_every_parameter_of_both_models_has_a_row():
   assert critic["value_head/kernel"] == PartitionSpec(None, None)
   big = [path for path, spec in (policy | critic).items() if not any(spec)]
   assert all("norm" in p or "bias" in p or "value_head" in p for p in big), big
+
+
+def test_adapters_are_split_as_their_kernels_are():
+  mesh = mesh_of(data=2, fsdp=2, tensor=2, expert=2, context=2)
+  adapters = specs(jax.eval_shape(lambda: init_adapters(CONFIG, LoraConfig(rank=4), jax.random.key(0))), mesh)
+  kernels = specs(shapes_of(init_policy), mesh)
+  assert len(adapters) == 2 * (8 + 3 + 3)
+  for path, spec in adapters.items():
+    rows, columns = kernels[path.replace("_lora_a", "").replace("_lora_b", "")]
+    assert spec == (PartitionSpec(rows, None) if path.endswith("_a") else PartitionSpec(None, columns)), path
 
 
 def test_latent_attention_splits_heads_and_nothing_that_heads_share():

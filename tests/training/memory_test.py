@@ -48,7 +48,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(monkeyp
   message = (
     r"this run does not fit: it needs at least [\d.]+ GB, and [\d.]+ GB of the host's memory is "
     r"free for it\. In detail: policy [\d.]+ GB, critic .*The largest part that a setting changes is the policy: use "
-    r"more devices along mesh\.fsdp, or a smaller model\."
+    r"more devices along mesh\.fsdp, low-rank adapters \(lora\.rank\), or a smaller model\."
   )
   with pytest.raises(ValueError, match=message):
     Components(large, digits.make_domain())

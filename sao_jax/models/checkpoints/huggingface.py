@@ -211,6 +211,11 @@ def _stored(path: tuple[str, ...], config: ModelConfig, fused_experts: bool = Fa
   return _Stored(f"{prefix}{module}.{_PROJECTIONS.get(rest[-2], rest[-2])}.{kind}", transpose=kind == "weight")
 
 
+def tensor_name(path: tuple[str, ...], config: ModelConfig) -> str:
+  """Returns the name that a parameter has in a Hugging Face checkpoint."""
+  return _stored(path, config).name
+
+
 def _stored_experts(prefix: str, projection: str, config: ModelConfig, fused: bool) -> _Stored:
   if not fused:
     return _Stored(f"{prefix}mlp.experts.{{}}.{projection}.weight", transpose=True, stacked=config.num_experts)
