@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import pathlib
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from absl import app, flags, logging
 
 from experiments.support import benchmark_sets, command, config_flags, recorded_config
 from experiments.support.fingerprint import fingerprint
-from experiments.tasks.factory import make_domain
+from experiments.tasks.factory import find_factory, make_domain
 from sao_jax import models
 from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io import workdir as workdir_lib
@@ -167,11 +168,14 @@ def evaluate_run(
 def with_problems(config: RunConfig, data: str) -> RunConfig:
   """Returns the config with another file of held-out problems.
 
-  Raises:
+    Raises:
     ValueError: the task has no option `held_out`.
+    FactoryError: the task's function does not exist.
   """
-  if "held_out" not in config.env.options:
+  takes = {*config.env.options, *inspect.signature(find_factory(config)).parameters}
+  if "held_out" not in takes:
     raise ValueError(f"--data needs a run whose task has the option held_out; received {config.env.factory!r}.")
+
   options = {**config.env.options, "held_out": data}
   return dataclasses.replace(config, env=dataclasses.replace(config.env, options=options))
 

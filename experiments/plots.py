@@ -23,6 +23,7 @@ from absl import app, flags
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from experiments.support import command
 from sao_jax.io import metrics as metrics_io
@@ -285,6 +286,8 @@ def _label(axes: Axes, title: str, x: str, y: str) -> None:
   axes.set_title(title)
   axes.set_xlabel(x)
   axes.set_ylabel(y)
+  if x == "learner step":
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _column(rows: Rows, key: str) -> np.ndarray:

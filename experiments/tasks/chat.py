@@ -50,7 +50,7 @@ def reasoning_gym(
   demonstrations: str | None = None,
   template: Mapping[str, Any] | None = None,
   rewards: rewards_lib.Rewards | None = None,
-  tools: str | Sequence[str] = (),
+  tools: str | Sequence[str] | None = None,
   **options: Any,
 ) -> Domain:
   """Makes a reasoning-gym task; `size` is the number of training tasks.
@@ -67,7 +67,8 @@ def reasoning_gym(
     demonstrations: JSONL file of conversations for the warm start; None or "" for none.
     template: arguments of the chat template, such as `{"enable_thinking": False}`.
     rewards: reward functions of your own, see `experiments.tasks.rewards`. A row has `question` and `task_index`.
-    tools: functions of your own as tools, `module:function`; see `envs.function_tools.FunctionTool`.
+    tools: functions of your own as tools, `module:function`, several separated by commas or in a list;
+      see `envs.function_tools.FunctionTool`.
     **options: fields of `ReasoningGymConfig`; `task` is required.
 
   Raises:
@@ -121,7 +122,7 @@ def math(
   template: Mapping[str, Any] | None = None,
   rewards: rewards_lib.Rewards | None = None,
   success_threshold: float = 1.0,
-  tools: str | Sequence[str] = (),
+  tools: str | Sequence[str] | None = None,
 ) -> Domain:
   """Makes mathematics tasks with or without Python. `MathGrader` gives reward 1 for the right answer and 0 otherwise.
 
@@ -143,7 +144,8 @@ def math(
     template: arguments of the chat template.
     rewards: reward functions of your own, see `experiments.tasks.rewards`; they receive the line of the file.
     success_threshold: reward from which an episode counts as a success.
-    tools: functions of your own as tools, `module:function`; see `envs.function_tools.FunctionTool`.
+    tools: functions of your own as tools, `module:function`, several separated by commas or in a list;
+      see `envs.function_tools.FunctionTool`.
 
   Raises:
     ValueError: a file has no problems, a line lacks the fields or has an empty or non-finite answer, or an answer
@@ -239,14 +241,16 @@ def _domain(
   success_threshold: float = 1.0,
   close: Callable[[], None] = lambda: None,
   files: tuple[str, ...] = (),
-  tools: str | Sequence[str] = (),
+  tools: str | Sequence[str] | None = None,
 ) -> Domain:
   if packages and not tool:
     raise ValueError(f"packages need the Python tool: tool must be True; received {tool!r} and {packages!r}.")
   functions = rewards_lib.function_tools(tools)
+  if (tool or functions) and max_turns < 2:
+    raise ValueError(f"max_turns must be at least 2 with tools, for a call and an answer; received {max_turns!r}.")
   chat = Chat.load(checkpoint, **(template or {}))
-  tools = (python_tool(packages),) if tool else ()
-  demonstrate = chat_demonstrations.load(chat, demonstrations, tools) if demonstrations else None
+  shown = (*((python_tool(packages),) if tool else ()), *(function.description for function in functions))
+  demonstrate = chat_demonstrations.load(chat, demonstrations, shown) if demonstrations else None
   # The config rejects anything but a sequence of names.
   python = PythonTool(PythonToolConfig(packages=packages)) if tool else None  # type: ignore[arg-type]
 

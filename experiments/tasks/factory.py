@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
+from collections.abc import Callable
 
 from experiments.tasks.options import closest
 from sao_jax.training.config import RunConfig
@@ -29,12 +30,11 @@ def import_named(module: str) -> types.ModuleType:
     raise FactoryError(str(error)) from error
 
 
-def make_domain(config: RunConfig) -> Domain:
-  """Calls the function that `config.env.factory` names.
+def find_factory(config: RunConfig) -> Callable[..., Domain]:
+  """Returns the function that `config.env.factory` names.
 
   Raises:
-    FactoryError: the module or function does not exist, or it does not accept the options.
-    TypeError: the function returns something other than a Domain.
+    FactoryError: the module or function does not exist.
   """
   if config.env.factory is None:
     raise FactoryError("env.factory must name a task, as module:function; received None.")
@@ -49,6 +49,17 @@ def make_domain(config: RunConfig) -> Domain:
   if (factory := getattr(found, function, None)) is None:
     defined = [name for name, value in vars(found).items() if inspect.isfunction(value) and not name.startswith("_")]
     raise FactoryError(f"env.factory {config.env.factory!r}: {module} has no {function!r}{closest(function, defined)}")
+  return factory  # type: ignore[no-any-return]
+
+
+def make_domain(config: RunConfig) -> Domain:
+  """Calls the function that `config.env.factory` names.
+
+  Raises:
+    FactoryError: the module or function does not exist, or it does not accept the options.
+    TypeError: the function returns something other than a Domain.
+  """
+  factory = find_factory(config)
   try:
     domain = factory(**config.env.options)
   except TypeError as error:

@@ -13,6 +13,7 @@ line in the data file), and returns a number. The reward is the weighted sum. Ea
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -32,6 +33,8 @@ CORRECT = "correct"
 def weights(rewards: Rewards | None) -> dict[str, float]:
   """Returns the weight of each function; a name alone weighs 1, and None is the task's own grade.
 
+  A mapping may be text, as on a command line: "{'correct': 1.0, 'mine:brevity': 0.1}".
+
   >>> weights(None), weights("mine:brevity"), weights({"correct": 1, "mine:brevity": 0.1})
   ({'correct': 1.0}, {'mine:brevity': 1.0}, {'correct': 1.0, 'mine:brevity': 0.1})
 
@@ -40,6 +43,8 @@ def weights(rewards: Rewards | None) -> dict[str, float]:
   """
   if rewards is None:
     rewards = CORRECT
+  if isinstance(rewards, str) and rewards.lstrip().startswith("{"):
+    rewards = _mapping(rewards)
   names = {rewards: 1.0} if isinstance(rewards, str) else rewards
   found = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
   if not found:
@@ -48,6 +53,16 @@ def weights(rewards: Rewards | None) -> dict[str, float]:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
       raise ValueError(f"rewards: the weight of {name!r} must be a finite number; received {weight!r}.")
   return {name: float(weight) for name, weight in found.items()}
+
+
+def _mapping(text: str) -> dict[str, float]:
+  try:
+    found = ast.literal_eval(text)
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    found = None
+  if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    raise ValueError(f"rewards must be a mapping written like {{'mine:brevity': 1.0}}; received {text!r:.200}.")
+  return found
 
 
 class RewardSum:
@@ -90,13 +105,13 @@ class RewardSum:
     return Score(reward=total, parts={} if self._only_grade else values)
 
 
-def function_tools(names: str | Sequence[str]) -> tuple[FunctionTool, ...]:
-  """Makes tools of functions named as `module:function`; see `FunctionTool`.
+def function_tools(names: str | Sequence[str] | None) -> tuple[FunctionTool, ...]:
+  """Makes tools of functions named as `module:function`, in a list or separated by commas; see `FunctionTool`.
 
   Raises:
     FactoryError: a function does not exist. ValueError: one cannot be a tool, or two have the same name.
   """
-  names = [names] if isinstance(names, str) else list(names)
+  names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names or ())
   tools = tuple(FunctionTool(named_function(name, "tools")) for name in names)
   if len({tool.name for tool in tools}) < len(tools):
     raise ValueError(f"tools must have different names; received {', '.join(names)}.")

@@ -10,7 +10,7 @@ import shutil
 import jax
 
 from sao_jax import models
-from sao_jax.models.checkpoints import files, peft
+from sao_jax.models.checkpoints import files, peft, shards
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.token_ids import TokenIds
 from sao_jax.tokenizers import Chat
@@ -26,6 +26,8 @@ TOKENIZER_FILES = (
   "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 """Files of a Hugging Face directory that describe its tokenizer and chat template, and are copied as they are."""
+TEMPLATES_FOLDER = "additional_chat_templates"
+MODEL_FILES = ("config.json", "generation_config.json", shards.INDEX_FILE)
 
 
 def export(
@@ -47,7 +49,7 @@ def export(
     dtype: dtype to write the weights in; None: that of `params`.
 
   Returns:
-    The names of the files.
+    The names of the written files; others in the folder are left alone, but for those of another tokenizer.
 
   Raises:
     ValueError: `directory` is `source`, or the model type cannot carry the config.
@@ -65,7 +67,8 @@ def export(
   if source is not None:
     _write_tokenizer(folder, pathlib.Path(source))
   models.save_hf(folder, config, params)
-  return sorted(path.name for path in folder.iterdir())
+  ours = {*TOKENIZER_FILES, *MODEL_FILES, TEMPLATES_FOLDER, *shards.weight_files(folder)}
+  return sorted(path.name for path in folder.iterdir() if path.name in ours)
 
 
 def export_adapters(directory: str | os.PathLike[str], config: RunConfig, adapters: Params) -> list[str]:
@@ -93,6 +96,11 @@ def _with_token_ids(config: ModelConfig, source: pathlib.Path) -> ModelConfig:
 
 
 def _write_tokenizer(folder: pathlib.Path, source: pathlib.Path) -> None:
+  """Copies the tokenizer. Files of another one are removed: transformers would prefer some of them to the copies."""
+  for name in (*TOKENIZER_FILES, "generation_config.json"):
+    (folder / name).unlink(missing_ok=True)
+  if (folder / TEMPLATES_FOLDER).is_dir():
+    shutil.rmtree(folder / TEMPLATES_FOLDER)
   if files.is_gguf(source):
     for name, text in hf_files(source).items():
       (folder / name).parent.mkdir(exist_ok=True)
@@ -100,7 +108,7 @@ def _write_tokenizer(folder: pathlib.Path, source: pathlib.Path) -> None:
     return
   # `save_hf` keeps what a generation config says of temperature and the like.
   named = [source / name for name in (*TOKENIZER_FILES, "generation_config.json")]
-  for path in filter(pathlib.Path.is_file, (*named, *source.glob("additional_chat_templates/*.jinja"))):
+  for path in filter(pathlib.Path.is_file, (*named, *source.glob(f"{TEMPLATES_FOLDER}/*.jinja"))):
     untrusted_files.check_regular(path)
     target = folder / path.relative_to(source)
     target.parent.mkdir(exist_ok=True)

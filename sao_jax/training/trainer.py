@@ -124,9 +124,11 @@ class Trainer:
     Returns:
       The completions, without the token that ends them.
 
-    Raises:
-      ValueError: a prompt is too long for the engine.
+        Raises:
+      TypeError: `prompts` is one text. ValueError: a prompt is too long for the engine.
     """
+    if isinstance(prompts, str):
+      raise TypeError(f"prompts must be a sequence of texts; received the text {prompts!r:.80}.")
     if not prompts:
       return []
     parts = self._open()

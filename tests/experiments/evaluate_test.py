@@ -101,6 +101,9 @@ def test_a_run_is_evaluated_on_another_file_if_its_task_reads_one(tmp_path):
   env = dataclasses.replace(config.env, options={"train": "a.jsonl", "held_out": None})
   changed = evaluate.with_problems(dataclasses.replace(config, env=env), "x.jsonl")
   assert changed.env.options == {"train": "a.jsonl", "held_out": "x.jsonl"}
+  env = dataclasses.replace(config.env, factory="experiments.tasks.chat:math", options={"train": "a.jsonl"})
+  changed = evaluate.with_problems(dataclasses.replace(config, env=env), "x.jsonl")  # an option that was left out
+  assert changed.env.options == {"train": "a.jsonl", "held_out": "x.jsonl"}
 
 
 @pytest.mark.timeout(600)

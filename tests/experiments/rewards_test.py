@@ -7,6 +7,7 @@ import pathlib
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.tasks import chat, rewards
@@ -27,6 +28,15 @@ def double(x: int) -> int:
     x: the number.
   """
   return 2 * x
+
+
+def half(x: int) -> float:
+  """Halves a number.
+
+  Args:
+    x: the number.
+  """
+  return x / 2
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +73,38 @@ def test_the_tasks_own_grade_and_others_are_weighted(checkpoint: str) -> None:
   step = env.step("none<end>")
   assert step.info["reward/brevity"] == pytest.approx(0.6)
   assert step.reward == pytest.approx(step.info["reward/correct"] + 0.3)
+  domain.close()
+
+
+def test_functions_are_named_on_the_command_line(checkpoint: str, tmp_path: pathlib.Path) -> None:
+  """As texts, which is what an option whose default is None takes."""
+  assert rewards.weights("{'correct': 1.0, 'mine:brevity': 0.1}") == {"correct": 1.0, "mine:brevity": 0.1}
+  with pytest.raises(ValueError, match=r"rewards must be a mapping written like .*; received '\{brevity\}'"):
+    rewards.weights("{brevity}")
+  assert [tool.name for tool in rewards.function_tools(f"{HERE}:double, {HERE}:half")] == ["double", "half"]
+  assert rewards.function_tools(None) == ()
+  path = tmp_path / "rows.jsonl"
+  path.write_text(json.dumps({"problem": "Double 4.", "limit": 8}) + "\n")
+  options: dict[str, Any] = {"checkpoint": checkpoint, "train": str(path), "held_out": str(path), "tool": False}
+  with pytest.raises(ValueError, match="max_turns must be at least 2 with tools, for a call and an answer; received 1"):
+    chat.math(**options, rewards=f"{HERE}:brevity", tools=f"{HERE}:double", max_turns=1)
+
+
+def test_demonstrations_may_call_ones_own_tools(checkpoint: str, tmp_path: pathlib.Path) -> None:
+  call = {"type": "function", "function": {"name": "double", "arguments": {"x": 4}}}
+  messages = [
+    {"role": "user", "content": "Double 4."}, {"role": "assistant", "content": "", "tool_calls": [call]},
+    {"role": "tool", "content": "8"}, {"role": "assistant", "content": "8"},
+  ]  # fmt: skip
+  (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "Double 4."}) + "\n")
+  (tmp_path / "shown.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+  domain = chat.math(
+    checkpoint=checkpoint, train=str(tmp_path / "rows.jsonl"), held_out=str(tmp_path / "rows.jsonl"), tool=False,
+    max_turns=3, rewards=f"{HERE}:brevity", tools=f"{HERE}:double", demonstrations=str(tmp_path / "shown.jsonl"),
+  )  # fmt: skip
+  assert domain.demonstrate is not None
+  pieces = domain.demonstrate(0, np.random.default_rng(0))
+  assert "double" in pieces[0][0] and [action for _, action in pieces].count(True) == 2
   domain.close()
 
 

@@ -72,6 +72,19 @@ def test_the_stop_token_is_named_where_the_source_names_none(tmp_path):
     assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == stop
 
 
+def test_the_tokenizer_of_another_model_is_replaced_and_other_files_stay(tmp_path):
+  config = write_source(tmp_path / "source")
+  out = tmp_path / "out"
+  (out / "additional_chat_templates").mkdir(parents=True)
+  for name in ("chat_template.jinja", "vocab.json", "generation_config.json", "additional_chat_templates/x.jinja"):
+    (out / name).write_text('{"of": "another model"}')
+  (out / "notes.txt").write_text("mine")
+  names = export.export(out, config, tiny.policy_params(config), source=tmp_path / "source")
+  assert sorted(path.name for path in out.iterdir()) == sorted([*names, "notes.txt"])
+  assert not {"chat_template.jinja", "vocab.json", "additional_chat_templates", "notes.txt"} & set(names)
+  assert "of" not in json.loads((out / "generation_config.json").read_text())
+
+
 def test_the_source_is_never_overwritten_and_may_be_absent(tmp_path):
   config = write_source(tmp_path / "source")
   params = tiny.policy_params(config)
