@@ -181,7 +181,7 @@ def test_a_resumed_run_ends_like_one_that_was_never_stopped(schedule: str, tmp_p
   jax.tree.map(np.testing.assert_array_equal, final_params(config, whole), final_params(config, stopped))
   if schedule == "lagged":
     kl = [row["reference_kl"] for row in learner_rows]
-    assert kl[0] < 1e-9 < kl[1] < kl[3] and metric_table.find("reference_kl") is not None
+    assert kl[0] < 1e-9 and min(kl[1:]) > 1e-6 and metric_table.find("reference_kl") is not None
     with (  # the reference is the result of the warm start
       Components(config, tiny_domain()) as parts,
       stages.stage_checkpointer(parts, whole, "warm_start", read_only=True) as checkpointer,
