@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import chex
 import jax
@@ -14,7 +17,7 @@ import pytest
 
 from experiments import evaluate
 from experiments import export as export_command
-from experiments.support import chaos_run
+from experiments.support import chaos_run, recorded_config
 from experiments.tasks import digits
 from sao_jax import models
 from sao_jax.io.checkpoints import CheckpointError
@@ -26,7 +29,9 @@ from sao_jax.models.lora import LoraConfig
 from sao_jax.training import Trainer, loop, memory, pretrained
 from sao_jax.training.components import Components
 from sao_jax.training.config import CheckpointConfig
+from tests.child_environment import fast_compile
 
+ROOT = pathlib.Path(__file__).parents[2]
 LORA = LoraConfig(rank=2, alpha=4.0)
 
 
@@ -172,6 +177,35 @@ def test_a_bad_batch_is_diagnosed(tmp_path, monkeypatch):
   loop.train(config, digits.make_domain(), tmp_path, console=Console(quiet=True))
   (report,) = (tmp_path / "bad_batches").glob("*.json")
   assert "value" in json.loads(report.read_text())["nonfinite"]
+
+
+PRESET = """
+from experiments.support import chaos_run, config_flags
+
+def get_config():
+  return config_flags.to_config_dict(chaos_run.make_config("async", num_steps=2))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_the_command_trains_adapters(tmp_path):
+  """In the asynchronous schedule, with the engine in another thread."""
+  (tmp_path / "preset.py").write_text(PRESET)
+  settings = ("num_steps=2", "eval_episodes=0", "warm_start.num_steps=0", "critic.pretraining_trajectories=0")
+  done = subprocess.run(
+    [sys.executable, "-m", "experiments.train", f"--config={tmp_path}/preset.py", f"--workdir={tmp_path}/run",
+     "--config.lora.rank=2", "--config.lora.alpha=4", "--config.lora.modules=.*/[qv]_proj",
+     *(f"--config.{setting}" for setting in settings)],
+    capture_output=True, text=True, cwd=ROOT, timeout=500, env=fast_compile(PYTHONPATH=str(ROOT)),
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-3_000:]
+  rows, _ = read_metrics(tmp_path / "run")
+  assert [row["step"] for row in rows] == [1, 2] and all(row["logprob_error"] < 1e-5 for row in rows)
+  config = recorded_config.read(tmp_path / "run")
+  assert config.lora == LoraConfig(rank=2, alpha=4.0, modules=".*/[qv]_proj")
+  shapes = jax.eval_shape(lambda: lora.init_adapters(config.policy, config.lora, jax.random.key(0)))
+  _, adapters = pretrained.restore_policy(tmp_path / "run", shapes)
+  assert len(names(adapters)) == 2 * 2 * 2 and all(np.any(leaf) for leaf in jax.tree.leaves(adapters))
 
 
 def test_lagged_weights_are_refused():
