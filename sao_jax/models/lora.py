@@ -170,8 +170,10 @@ def join(base: Params, trained: Params) -> Params:
 def with_adapters(lora: LoraConfig, apply: F) -> F:
   """Makes a `PolicyApply` or `ValueApply` of this package read the adapters among its parameters (`join`).
 
-  They are cast to the model's compute dtype, as its kernels are.
+  They are cast to the model's compute dtype, as its kernels are. Where there are no adapters, returns `apply` itself.
   """
+  if not lora.enabled:
+    return apply
   scale = lora.scale
 
   def add(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -180,7 +182,7 @@ def with_adapters(lora: LoraConfig, apply: F) -> F:
     if not isinstance(module, Linear) or context.method_name != "__call__" or not module.has_variable("params", A):
       return y
     dtype = module.config.compute_dtype
-    a, b = (module.get_variable("params", name).astype(dtype) for name in (A, B))
+    a, b = module.get_variable("params", A).astype(dtype), module.get_variable("params", B).astype(dtype)
     return y + jnp.dot(jnp.dot(args[0].astype(dtype), a), b) * scale
 
   def adapted(*args: Any, **kwargs: Any) -> Any:

@@ -89,14 +89,13 @@ class Components:
       pretrained.check(config.policy_checkpoint, config.policy, pinned=config.lora.enabled)
     memory.check(config, self.placement.mesh, self.placement.engine_meshes[0], learning=learning)
     self.learner = rl_learner(config)
-    adapted = functools.partial(lora.with_adapters, config.lora) if config.lora.enabled else lambda apply: apply
     # With adapters, they take the joined parameters; `models_on` gives functions of the trained ones.
     self.policy_apply: PolicyApply = self.placement.constrain(
-      adapted(models.policy_apply(config.policy, num_tokens=num_tokens(config, domain)))
+      lora.with_adapters(config.lora, models.policy_apply(config.policy, num_tokens=num_tokens(config, domain)))
     )
     self.value_apply: ValueApply | None = None
     if config.learner.uses_critic:
-      self.value_apply = self.placement.constrain(adapted(models.value_apply(config.policy)))
+      self.value_apply = self.placement.constrain(lora.with_adapters(config.lora, models.value_apply(config.policy)))
     self._update = self.step(lambda policy, value: make_update_step(self.learner, policy, value, jit=False))
     self.baselines = make_baselines(config.learner)
     # Synchronous schedules split each batch over the processes; asynchronous engines run independently.

@@ -159,3 +159,5 @@ def test_settings_are_checked(changes, message):
 def test_without_adapters_all_parameters_train():
   trained = jax.eval_shape(lambda: lora.init_trained(tiny.dense(), LoraConfig(), jax.random.key(0)))
   assert paths(trained) == paths(tiny.policy_params(tiny.dense()))
+  apply = models.policy_apply(tiny.dense())
+  assert lora.with_adapters(LoraConfig(), apply) is apply

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import chex
 import jax
@@ -14,31 +17,46 @@ import pytest
 
 from experiments import evaluate
 from experiments import export as export_command
-from experiments.support import chaos_run
-from experiments.tasks import digits
+from experiments.support import recorded_config
 from sao_jax import models
 from sao_jax.io.checkpoints import CheckpointError
 from sao_jax.io.console import Console
 from sao_jax.io.metrics import read_metrics
-from sao_jax.learner import OptimizerConfig
+from sao_jax.learner import OptimizerConfig, learner_config
 from sao_jax.models import lora
 from sao_jax.models.lora import LoraConfig
 from sao_jax.training import Trainer, loop, memory, pretrained
 from sao_jax.training.components import Components
-from sao_jax.training.config import CheckpointConfig
+from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, WarmStartConfig
+from tests.bare_run import bare, busy_domain
+from tests.child_environment import fast_compile
 
+ROOT = pathlib.Path(__file__).parents[2]
 LORA = LoraConfig(rank=2, alpha=4.0)
 
 
 def make_config(**changes):
-  config = chaos_run.make_config("sync", num_steps=2)
-  warm_start = dataclasses.replace(config.warm_start, num_steps=3, optimizer=OptimizerConfig(learning_rate=0.1))
-  every = CheckpointConfig(every_steps=1)
-  return dataclasses.replace(config, lora=LORA, eval_episodes=4, warm_start=warm_start, checkpoint=every, **changes)
+  """A small mixture of experts that runs every stage, on a task in which every action earns something."""
+  policy = dataclasses.replace(
+    bare().policy, model_type="qwen3_moe", num_layers=2, num_kv_heads=2, num_experts=2, num_experts_per_tok=1,
+    moe_intermediate_size=16,
+  )  # fmt: skip
+  optimizer = OptimizerConfig(learning_rate=1e-2)
+  learner = learner_config(
+    "sao", eps_low=0.3, eps_high=5.0, row_length=32, rows_per_microbatch=4, min_microbatches=4,
+    policy_optimizer=optimizer, critic_optimizer=optimizer,
+  )  # fmt: skip
+  settings = {
+    "algorithm": "sao", "num_steps": 2, "eval_episodes": 4, "policy": policy, "learner": learner, "lora": LORA,
+    "warm_start": WarmStartConfig(num_steps=3, batch_size=8),
+    "critic": CriticConfig(pretraining_trajectories=32, pretraining_epochs=1),
+    "env": EnvConfig(factory="tests.bare_run:busy_domain"), "checkpoint": CheckpointConfig(every_steps=1),
+  }  # fmt: skip
+  return bare(**{**settings, **changes})
 
 
 def make_trainer(workdir, **changes):
-  return Trainer(make_config(**changes), digits.make_domain(), workdir, console=Console(file=io.StringIO()))
+  return Trainer(make_config(**changes), busy_domain(), workdir, console=Console(file=io.StringIO()))
 
 
 def names(tree):
@@ -69,7 +87,7 @@ def fixture_run(tmp_path_factory):
 
 def test_adapters_and_value_head_train_and_nothing_else(run):
   workdir, warm, adapters, _ = run
-  with Components(make_config(), digits.make_domain()) as parts:
+  with Components(make_config(), busy_domain()) as parts:
     state = parts.state_shapes()
     base = jax.eval_shape(lambda: models.init_policy(parts.config.policy, jax.random.key(0)))
     shared = {leaf.rpartition("/")[0] for leaf in names(state.policy)}
@@ -96,7 +114,7 @@ def test_the_engine_samples_from_the_learner_s_policy(run):
 
 def test_versions_of_the_engine_s_weights_share_what_has_no_adapters(run):
   _, warm, adapters, merged = run
-  with Components(make_config(), digits.make_domain()) as parts:
+  with Components(make_config(), busy_domain()) as parts:
     first, second = (parts.for_engine(parts.placement.put(x)) for x in (warm, adapters))
     chex.assert_trees_all_close(jax.device_get(second), merged, rtol=1e-6, atol=1e-7)
     embedding = parts.base["embed"]["embedding"]
@@ -136,19 +154,19 @@ def test_it_is_evaluated_and_exported(run, tmp_path, capsys):
 def test_another_run_starts_from_its_merged_policy(run):
   workdir, _, _, merged = run
   path = str(workdir / "checkpoints" / "2")
-  plain = dataclasses.replace(make_config(), lora=LoraConfig(), policy_checkpoint=str(workdir))
-  with Components(plain, digits.make_domain()) as parts:
+  plain = make_config(lora=LoraConfig(), policy_checkpoint=str(workdir))
+  with Components(plain, busy_domain()) as parts:
     chex.assert_trees_all_close(jax.device_get(parts.init_policy()), merged, rtol=1e-6, atol=1e-7)
-  with Components(make_config(policy_checkpoint=path), digits.make_domain()) as parts:
+  with Components(make_config(policy_checkpoint=path), busy_domain()) as parts:
     chex.assert_trees_all_close(jax.device_get(parts.base), merged, rtol=1e-6, atol=1e-7)
   # Its newest checkpoint may be replaced, and checkpoints of the new run would not hold the parameters.
   with pytest.raises(ValueError, match=r"policy_checkpoint must name one checkpoint of the run, WORKDIR/checkpoints/"):
-    Components(make_config(policy_checkpoint=str(workdir)), digits.make_domain())
+    Components(make_config(policy_checkpoint=str(workdir)), busy_domain())
 
 
 def test_the_memory_that_is_counted_is_what_is_allocated():
   config = make_config()
-  with Components(config, digits.make_domain()) as parts:
+  with Components(config, busy_domain()) as parts:
     policy = parts.init_policy()
     state = parts.init_state(policy, parts.init_critic(policy))
     found = memory.needs(config, parts.placement.mesh, parts.placement.engine_meshes[0])
@@ -165,20 +183,48 @@ def test_the_memory_that_is_counted_is_what_is_allocated():
 def test_a_bad_batch_is_diagnosed(tmp_path, monkeypatch):
   original = Components.init_critic
   monkeypatch.setattr(Components, "init_critic", lambda *args: jax.tree.map(lambda x: x * np.nan, original(*args)))
-  config = make_config()
-  config = dataclasses.replace(
-    config, critic=dataclasses.replace(config.critic, pretraining_trajectories=0), num_steps=1, eval_episodes=0
-  )
-  loop.train(config, digits.make_domain(), tmp_path, console=Console(quiet=True))
+  config = make_config(num_steps=1, eval_episodes=0, warm_start=WarmStartConfig(), critic=CriticConfig())
+  loop.train(config, busy_domain(), tmp_path, console=Console(quiet=True))
   (report,) = (tmp_path / "bad_batches").glob("*.json")
   assert "value" in json.loads(report.read_text())["nonfinite"]
 
 
+PRESET = """
+from experiments.support import config_flags
+from sao_jax.models import LoraConfig
+from tests.training.adapted_run_test import make_config
+
+def get_config():
+  return config_flags.to_config_dict(make_config(schedule="async", lora=LoraConfig()))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_the_command_trains_adapters(tmp_path):
+  """In the asynchronous schedule, with the engine in another thread."""
+  (tmp_path / "preset.py").write_text(PRESET)
+  settings = ("eval_episodes=0", "warm_start.num_steps=0", "critic.pretraining_trajectories=0")
+  done = subprocess.run(
+    [sys.executable, "-m", "experiments.train", f"--config={tmp_path}/preset.py", f"--workdir={tmp_path}/run",
+     "--config.lora.rank=2", "--config.lora.alpha=4", "--config.lora.modules=.*/[qv]_proj",
+     *(f"--config.{setting}" for setting in settings)],
+    capture_output=True, text=True, cwd=ROOT, timeout=500, env=fast_compile(PYTHONPATH=str(ROOT)),
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-3_000:]
+  rows, _ = read_metrics(tmp_path / "run")
+  assert [row["step"] for row in rows] == [1, 2] and all(row["logprob_error"] < 0.25 for row in rows)
+  config = recorded_config.read(tmp_path / "run")
+  assert config.lora == LoraConfig(rank=2, alpha=4.0, modules=".*/[qv]_proj")
+  shapes = jax.eval_shape(lambda: lora.init_adapters(config.policy, config.lora, jax.random.key(0)))
+  _, adapters = pretrained.restore_policy(tmp_path / "run", shapes)
+  assert len(names(adapters)) == 2 * 2 * 2 and all(np.any(leaf) for leaf in jax.tree.leaves(adapters))
+
+
 def test_lagged_weights_are_refused():
   with pytest.raises(ValueError, match=r"lag must be 0 with lora\.rank; received 2"):
-    dataclasses.replace(chaos_run.make_config("lagged", num_steps=1), lora=LORA)
+    make_config(schedule="lagged", lag=2)
 
 
 def test_modules_without_a_match_are_refused_before_anything_is_allocated():
   with pytest.raises(ValueError, match=r"lora\.modules = 'q_proj' matches no module"):
-    Components(dataclasses.replace(make_config(), lora=LoraConfig(rank=2, modules="q_proj")), digits.make_domain())
+    Components(make_config(lora=LoraConfig(rank=2, modules="q_proj")), busy_domain())

@@ -8,7 +8,6 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import safetensors.numpy
 
@@ -61,7 +60,7 @@ def save(
 def _modules(adapters: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], np.ndarray, np.ndarray]]:
   """Yields path, A and B of every adapted module."""
   if A in adapters:
-    yield path, *(np.asarray(x) for x in jax.device_get((adapters[A], adapters[B])))
+    yield path, np.asarray(adapters[A]), np.asarray(adapters[B])
     return
   for name, value in adapters.items():
     if isinstance(value, Mapping):
