@@ -104,6 +104,17 @@ def test_adapters_and_value_head_train_and_nothing_else(run):
     assert np.any(moved != kept) and np.any(kept)
 
 
+def test_a_reference_policy_is_the_adapters_at_the_start(tmp_path):
+  learner = dataclasses.replace(make_config().learner, kl_coef=0.1)
+  stages = {"warm_start": WarmStartConfig(), "critic": CriticConfig()}
+  with make_trainer(tmp_path, learner=learner, **stages) as trainer:
+    state = trainer._open().state_shapes()
+    assert names(state.reference) == names(state.policy)
+    trainer.train()
+  rows, _ = read_metrics(tmp_path)
+  assert rows[0]["reference_kl"] < 1e-9 < rows[1]["reference_kl"]
+
+
 def test_the_engine_samples_from_the_learner_s_policy(run):
   rows, _ = read_metrics(run[0])
   assert len(rows) == 2
