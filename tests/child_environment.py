@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 
-FAST_COMPILE = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
-"""XLA's compiler takes no pains."""
+FAST_COMPILE = (
+  "--xla_backend_optimization_level=0",
+  "--xla_llvm_disable_expensive_passes=true",
+  "--xla_cpu_use_fusion_emitters=false",
+)
+"""XLA's compiler takes no pains. Its older emitters, in place of the fusion emitters, need less than half the time."""
 
 
 def fast_compile(*flags: str, **environment: str) -> dict[str, str]:

@@ -40,11 +40,12 @@ hypothesis.settings.load_profile("suite")
 # The files that take longest on two quiet cores, in this order. They start first: one that started last would keep one
 # core busy while the other has nothing left to do.
 LONGEST_FILES = (
-  "parallel/loop_mesh_test.py", "training/loop_test.py", "training/signals_test.py", "parallel/step_test.py",
-  "training/health_test.py", "parallel/distributed_test.py", "learner/update_test.py", "training/disk_test.py",
-  "training/cluster_loop_test.py", "models/transformer_test.py", "rollout/ray/cluster_test.py",
-  "envs/sandbox/hostile_test.py", "experiments/chaos_test.py", "experiments/ablate_test.py",
-  "experiments/standard_domains_test.py", "experiments/train_test.py", "experiments/evaluate_test.py",
+  "parallel/loop_mesh_test.py", "training/loop_test.py", "parallel/step_test.py", "parallel/split_mesh_test.py",
+  "experiments/ablate_test.py", "training/signals_test.py", "learner/update_test.py", "training/cluster_loop_test.py",
+  "experiments/chaos_test.py", "experiments/async_speedup_test.py", "parallel/latent_test.py",
+  "experiments/standard_domains_test.py", "parallel/distributed_test.py", "training/health_test.py",
+  "training/disk_test.py", "models/transformer_test.py", "rollout/ray/cluster_test.py",
+  "envs/sandbox/hostile_test.py", "experiments/train_test.py", "experiments/evaluate_test.py",
 )  # fmt: skip
 
 

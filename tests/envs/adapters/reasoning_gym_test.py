@@ -8,6 +8,7 @@ import pytest
 
 from sao_jax.envs.adapters import _reasoning_gym_worker as worker
 from sao_jax.envs.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
+from tests.waiting import LONG_S
 
 
 class InThisProcess:
@@ -182,7 +183,7 @@ def test_an_answer_that_is_never_scored_scores_nothing_in_time(task: str, answer
   before = env._workers.timeouts  # type: ignore[attr-defined]
   began = time.perf_counter()
   step = env.step(f"<answer>{answer}</answer><|end|>")
-  assert time.perf_counter() - began < 30
+  assert time.perf_counter() - began < LONG_S
   assert step.done and not step.truncated and step.reward == 0.0 and not step.info["success"]
   assert "it took more than 1 s" in step.info["scorer_error"]
   assert env._workers.timeouts == before + 1  # type: ignore[attr-defined]
@@ -194,11 +195,11 @@ def test_an_answer_that_is_never_scored_scores_nothing_in_time(task: str, answer
 def test_many_tags_are_read_in_linear_time() -> None:
   env = ReasoningGym(ReasoningGymConfig(task="chain_sum"))
   env.reset(0)
-  began = time.perf_counter()
+  began = time.process_time()  # that of other programs does not count
   assert not env.step("<answer>" * 200_000 + "<|end|>").info["answered"]
   env.reset(0)
   assert not env.step("</answer>" * 200_000 + "<|end|>").info["answered"]
-  assert time.perf_counter() - began < 5
+  assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(
