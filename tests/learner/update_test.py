@@ -23,21 +23,14 @@ def make_config(name: str = "sao", **fields):
   return algorithms.learner_config(name, **{"policy_optimizer": PLAIN, "critic_optimizer": CRITIC, **ROWS, **fields})
 
 
-# The tests are mostly compilation; what it makes of the program is tested by the first two below, which optimise it.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 @functools.cache
-def make_step(config, quick=True):
-  value_apply = tiny.value_apply if config.uses_critic else None
-  step = update.make_update_step(config, tiny.policy_apply, value_apply, jit=not quick)
-  return jax.jit(step, donate_argnums=0, compiler_options=QUICK) if quick else step
+def make_step(config):
+  return update.make_update_step(config, tiny.policy_apply, tiny.value_apply if config.uses_critic else None)
 
 
 @functools.cache
 def make_critic_step(config, num_updates):
-  step = update.make_critic_step(config, tiny.value_apply, num_updates=num_updates, jit=False)
-  return jax.jit(step, donate_argnums=0, compiler_options=QUICK)
+  return update.make_critic_step(config, tiny.value_apply, num_updates=num_updates)
 
 
 # Values from before the updates and lambda = 1: advantages that can be written down.
@@ -57,12 +50,12 @@ def run_critic(config, trajectories, num_updates):
   return jax.device_get(step(make_state(config), batch, np.int32(stats.num_microbatches)))
 
 
-def run(config, trajectories, *, policy=None, critic=None, steps: int = 1, baseline_adv=None, quick=True):
+def run(config, trajectories, *, policy=None, critic=None, steps: int = 1, baseline_adv=None):
   """Packs, steps, and fetches; nothing but the explicit transfers may cross between host and device."""
   batch, stats = batching.pack_batch(config, trajectories, baseline_adv)
   learner = make_state(config, policy, critic)
   batch, count = jax.device_put((batch, np.int32(stats.num_microbatches)))
-  step = make_step(config, quick)
+  step = make_step(config)
   with jax.transfer_guard("disallow"):
     for _ in range(steps):
       learner, metrics = step(learner, batch, count)
@@ -166,7 +159,7 @@ def test_one_step_equals_a_float64_rederivation(fields):
   config = make_config(**fields)
   policy, critic = tiny.init(1), tiny.init(2, value=True)
   made = tiny.trajectories(12, seed=3, policy=policy, lag=0.3, truncated_share=0.4, temperature=config.temperature)
-  learner, metrics = run(config, made, policy=policy, critic=critic, quick=bool(fields))
+  learner, metrics = run(config, made, policy=policy, critic=critic)
   expected_critic, advantages, gradient, loss = oracle_step(config, made, policy, critic)
   assert_close(learner.critic, expected_critic, rtol=1e-3, atol=2e-5)
   assert_close(first_gradient(learner.policy_opt), gradient, rtol=1e-3, atol=3e-6)
@@ -183,7 +176,7 @@ def test_one_step_equals_a_float64_rederivation(fields):
 
 def test_pitfall_10_without_lag_every_ratio_is_one_and_nothing_is_masked():
   policy = tiny.init(1)
-  _, metrics = run(make_config(), tiny.trajectories(12, policy=policy), policy=policy, quick=False)
+  _, metrics = run(make_config(), tiny.trajectories(12, policy=policy), policy=policy)
   np.testing.assert_allclose(metrics["ratio_mean"], 1.0, atol=1e-6)
   assert metrics["dis_masked_fraction"] == 0.0 and abs(metrics["approx_kl"]) < 1e-6
 
@@ -505,7 +498,7 @@ def test_unused_microbatches_are_not_computed():
     return tiny.value_apply(params, tokens, positions, segment_ids)
 
   plain = update.make_critic_step(config, counting, num_updates=1, jit=False)
-  step = jax.jit(plain, compiler_options=QUICK)
+  step = jax.jit(plain)
   step(make_state(config, policy), batch, np.int32(stats.num_microbatches))
   jax.effects_barrier()
   assert len(calls) == stats.num_microbatches
