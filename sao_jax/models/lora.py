@@ -182,7 +182,8 @@ def with_adapters(lora: LoraConfig, apply: F) -> F:
     if not isinstance(module, Linear) or context.method_name != "__call__" or not module.has_variable("params", A):
       return y
     dtype = module.config.compute_dtype
-    a, b = module.get_variable("params", A).astype(dtype), module.get_variable("params", B).astype(dtype)
+    a: jax.Array = module.get_variable("params", A).astype(dtype)
+    b: jax.Array = module.get_variable("params", B).astype(dtype)
     return y + jnp.dot(jnp.dot(args[0].astype(dtype), a), b) * scale
 
   def adapted(*args: Any, **kwargs: Any) -> Any:
