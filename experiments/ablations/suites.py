@@ -134,11 +134,12 @@ _CORRECTIONS = (
   ),
 )
 """Arms that differ only in what they do about old tokens, in two blocks of equal rate and number of updates."""
+# Arms that differ from SAO in the value model or the advantages, and not in the policy loss, share its rate.
 _CRITIC_FORMS = (
   SAO,
-  Arm(name="K = 1", algorithm="sao_one_update"),
-  Arm(name="attention frozen", algorithm="sao_frozen_attention"),
-  Arm(name="all parameters", algorithm="sao_full_critic"),
+  Arm(name="K = 1", algorithm="sao_one_update", rated_as=SAO),
+  Arm(name="attention frozen", algorithm="sao_frozen_attention", rated_as=SAO),
+  Arm(name="all parameters", algorithm="sao_full_critic", rated_as=SAO),
 )
 
 
@@ -156,12 +157,8 @@ SUITES: Mapping[str, Suite] = {
   "critic": Suite(
     title="How the value model is trained (Tables 3 and 4, Figure 4 a and b)",
     arms=(
-      SAO,
-      # They differ from SAO in the value model or the advantages, not in the policy loss, so they share its rate.
-      Arm(name="K = 1", algorithm="sao_one_update", rated_as=SAO),
+      *_CRITIC_FORMS,
       Arm(name="K = 4", learner={"critic_updates": 4}, rated_as=SAO),
-      Arm(name="attention frozen", algorithm="sao_frozen_attention", rated_as=SAO),
-      Arm(name="all parameters", algorithm="sao_full_critic", rated_as=SAO),
       Arm(name="no value pretraining", value_pretraining=False, rated_as=SAO),
       Arm(name="values before the updates", algorithm="sao_previous_values", rated_as=SAO),
       Arm(name="GAE through observations", algorithm="sao_all_tokens", rated_as=SAO),
@@ -174,7 +171,7 @@ SUITES: Mapping[str, Suite] = {
     arms=(
       *_CRITIC_FORMS,
       *(
-        dataclasses.replace(arm, name=f"{arm.name}, critic not clipped", critic_clipping=False, rated_as=arm)
+        dataclasses.replace(arm, name=f"{arm.name}, critic not clipped", critic_clipping=False, rated_as=SAO)
         for arm in _CRITIC_FORMS
       ),
     ),
