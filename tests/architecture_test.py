@@ -57,6 +57,7 @@ TESTS_WITHOUT_MODULE = {
   "envs/sandbox/hostile_test.py": "the whole sandbox against hostile programs",
   "experiments/": "programs that use the library",
   "models/gmm_test.py": "the TPU's path through moe, interpreted",
+  "parallel/adapted_test.py": "runs with adapters on meshes, in a process with 4 devices",
   "parallel/latent_test.py": "latent attention on meshes, in a process with 8 devices",
   "parallel/layers_test.py": "layers of models under shard_map, in a process with 8 devices",
   "parallel/loop_mesh_test.py": "the whole loop on meshes and in two processes",
