@@ -178,7 +178,7 @@ class Broken(BusyEnv):
 
 def test_a_short_run_in_which_every_step_fails_ends_with_an_error(tmp_path: pathlib.Path) -> None:
   """Too short for the engine, whose other episodes are cut in their first action: those are trained on."""
-  config = bare(num_steps=1, batch_size=8, engine=dataclasses.replace(bare().engine, max_action_tokens=6))
+  config = bare(num_steps=1)
   told = r"^(\d+) of \1 episodes of RL .* failed\. The policy is saved.*step_error"
   with pytest.raises(TooManyFailuresError, match=told):
     loop.train(config, busy_domain(Broken), tmp_path)
