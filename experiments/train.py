@@ -112,11 +112,12 @@ WHEN = ("before", "after")
 def success_table(summary: Mapping[str, Any]) -> Table:
   """Makes the table of held-out success before and after RL from the summary of a run with evaluations.
 
-  A failed episode is not an unsolved one, but counts in n. The mean reward is shown where it differs from success.
+  A failed episode is not an unsolved one, but counts in n. The mean reward, which failed episodes do not have, is shown
+  where it differs from the success of the others.
   """
   table = Table(title="held-out success, pass@1")
   rewards = {when: summary[f"reward_{when}"] for when in WHEN}  # None in a run that version 0.3 began
-  rewarded = any(x is not None and not math.isclose(x, summary[f"success_{when}"]) for when, x in rewards.items())
+  rewarded = any(_differs_from_success(summary, when) for when in WHEN)
   for column in ("", "success", "95 % interval", "n", "unsolved", "failed", *(["reward"] if rewarded else [])):
     table.add_column(column)
   for when in WHEN:
@@ -126,6 +127,11 @@ def success_table(summary: Mapping[str, Any]) -> Table:
     reward = [] if not rewarded else ["?" if rewards[when] is None else f"{rewards[when]:.3g}"]
     table.add_row(f"{when} RL", f"{rate:.3f}", f"{low:.3f} to {high:.3f}", str(n), *counts, *reward)
   return table
+
+
+def _differs_from_success(summary: Mapping[str, Any], when: str) -> bool:
+  reward, n, failed = summary[f"reward_{when}"], summary["n"], summary[f"eval_failed_{when}"] or 0
+  return reward is not None and failed < n and not math.isclose(reward, summary[f"success_{when}"] * n / (n - failed))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def from_config_dict(
   try:
     return config_type(**converted)
   except ValueError as error:
-    raise ValueError(f"{path}: {error}") from error
+    # The message of a field begins with its name.
+    raise ValueError(f"{path}{'.' if str(error).partition(' ')[0] in fields else ': '}{error}") from error
 
 
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:
@@ -107,6 +108,8 @@ def parser(
     ml_config_flags.DEFINE_config_dict(
       "config", preset, _help(config_type, preset, name), flag_values=flag_values, sys_argv=kept
     )
+    # The help shows the preset's values already, and absl would add all of them once more.
+    flag_values["config"].default_as_str = repr(pathlib.Path(default).stem)
     # --help shows the flags of the main module, for which this module defines the flag.
     flag_values.register_key_flag_for_module(argv[0], flag_values["config"])
     rest = list(flag_values(kept))
@@ -122,6 +125,8 @@ def parser(
   def parse_or_exit(argv: Sequence[str]) -> list[str]:
     try:
       return parse(argv)
+    except flags.IllegalFlagValueError as error:
+      sys.exit(f"{pathlib.Path(argv[0]).stem}: {_illegal_value(config_type, argv, error)}")
     except (flags.Error, ValueError, OSError) as error:
       sys.exit(f"{pathlib.Path(argv[0]).stem}: {error}")
 
@@ -133,7 +138,7 @@ def read(config_type: type[T], *, flag_values: flags.FlagValues = flags.FLAGS) -
   try:
     return from_config_dict(config_type, flag_values["config"].value)
   except (TypeError, ValueError, OSError) as error:
-    sys.exit(f"--config: {error}")
+    sys.exit(f"{pathlib.Path(sys.argv[0]).stem}: {error}")
 
 
 def parse_mapping(text: str) -> dict[str, Any] | None:
@@ -143,6 +148,15 @@ def parse_mapping(text: str) -> dict[str, Any] | None:
   except (ValueError, SyntaxError, MemoryError, RecursionError):
     return None
   return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else None
+
+
+def _illegal_value(config_type: type[Any], argv: Sequence[str], error: flags.IllegalFlagValueError) -> str:
+  """Returns the message for a value that absl could not parse: that of the field, as far as its type is known."""
+  for field, value in _override_texts(argv).items():
+    hint = _hint_of(config_type, field)
+    if hint is not Any and str(error).startswith(f"flag --config.{field}={value}: "):
+      return f"config.{field} must be {_show(hint)}; received {value!r}."
+  return str(error)
 
 
 def _help(config_type: type[Any], preset: ml_collections.ConfigDict, name: str) -> str:
@@ -301,7 +315,8 @@ def _split_overrides(config_type: type[Any], argv: Sequence[str]) -> tuple[list[
     elif typing.get_origin(hint) in (dict, collections.abc.Mapping):
       mapping = parse_mapping(value)
       if mapping is None:
-        raise ValueError(f"--config.{field} must be a mapping written like {{'key': 1}}; received {value!r}.")
+        form = "a Python dictionary such as {'key': 1} (with True, False and None, not true, false and null)"
+        raise ValueError(f"config.{field} must be {form}; received {value!r}.")
       replaced[field] = ml_collections.ConfigDict(mapping)
     else:
       kept.append(argument)

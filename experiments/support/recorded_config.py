@@ -17,7 +17,10 @@ def read(workdir: pathlib.Path) -> RunConfig:
     FileNotFoundError: the workdir holds no run.
     ValueError: a field is unknown.
   """
-  recorded = json.loads((workdir / "config.json").read_bytes())
+  path = workdir / "config.json"
+  if not path.is_file():
+    raise FileNotFoundError(f"--workdir must be the folder of a run; {str(workdir)!r} holds no config.json.")
+  recorded = json.loads(path.read_bytes())
   for name in REMOVED_FIELDS:
     recorded["engine"].pop(name, None)
   return from_config_dict(RunConfig, recorded)

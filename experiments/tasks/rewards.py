@@ -14,7 +14,9 @@ line in the data file), and returns a number. The reward is the weighted sum. Ea
 from __future__ import annotations
 
 import ast
+import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -22,6 +24,7 @@ from experiments.tasks.factory import FactoryError, import_named
 from experiments.tasks.options import closest
 from sao_jax.envs.chat import Score
 from sao_jax.envs.function_tools import FunctionTool
+from sao_jax.rollout.user_errors import describe
 
 RewardFunction: TypeAlias = Callable[[str, Mapping[str, Any]], float]
 Rewards: TypeAlias = str | Sequence[str] | Mapping[str, float]
@@ -65,6 +68,10 @@ def _mapping(text: str) -> dict[str, float]:
   return found
 
 
+class RewardError(RuntimeError):
+  """A reward function that raises, or returns something else than a finite number."""
+
+
 class RewardSum:
   """The weighted sum of reward functions.
 
@@ -72,16 +79,18 @@ class RewardSum:
     rewards: see `weights`.
 
   Raises:
-    FactoryError: a function does not exist. ValueError: two functions have the same name.
+    FactoryError: a function does not exist. ValueError: two functions have the same name, or one takes other arguments.
   """
 
   def __init__(self, rewards: Rewards | None):
     self._parts: dict[str, tuple[float, RewardFunction | None]] = {}
+    self._names: dict[str, str] = {}
     for name, weight in weights(rewards).items():
       short = name.rpartition(":")[2]
       if short in self._parts:
         raise ValueError(f"rewards must have different names, since each is a metric; received {short!r} twice.")
-      self._parts[short] = weight, None if name == CORRECT else named_function(name, "rewards")
+      self._parts[short] = weight, None if name == CORRECT else _reward_function(name)
+      self._names[short] = name
     self._only_grade = rewards is None
 
   @property
@@ -96,13 +105,47 @@ class RewardSum:
       completion: text of the last action.
       row: the problem.
       grade: computes the task's own grade.
+
+    Raises:
+      RewardError: a function raised, or returned something else than a finite number.
     """
     values = {
-      name: float(grade() if function is None else function(completion, row))
+      name: float(grade()) if function is None else _call(self._names[name], function, completion, row)
       for name, (_, function) in self._parts.items()
     }
     total = sum(weight * values[name] for name, (weight, _) in self._parts.items())
     return Score(reward=total, parts={} if self._only_grade else values)
+
+
+def _reward_function(name: str) -> RewardFunction:
+  """Returns the function named as `module:function`, if it takes a completion and a row."""
+  function = named_function(name, "rewards")
+  try:
+    signature = inspect.signature(function)
+  except ValueError:  # some functions in C have none
+    return function
+  try:
+    signature.bind("", {})
+  except TypeError:
+    raise ValueError(f"rewards {name!r} must take (completion, row); it takes {signature}.") from None
+  return function
+
+
+def _call(name: str, function: RewardFunction, completion: str, row: Mapping[str, Any]) -> float:
+  """Calls a reward function, and checks its result: a number, a bool, or a scalar of NumPy or JAX."""
+  try:
+    result: Any = function(completion, row)
+  except Exception as error:
+    raise RewardError(f"rewards {name!r} raised {describe(error)} for {describe(completion, most=100)}.") from error
+  plain = result.item() if getattr(result, "shape", None) == () else result
+  try:
+    number = float(plain) if isinstance(plain, numbers.Real) else math.nan
+  except OverflowError:  # an int may be too large for a float
+    number = math.nan
+  if not math.isfinite(number):
+    received = f"{describe(result, most=100)} for {describe(completion, most=100)}"
+    raise RewardError(f"rewards {name!r} must return a finite number; received {received}.")
+  return number
 
 
 def function_tools(names: str | Sequence[str] | None) -> tuple[FunctionTool, ...]:

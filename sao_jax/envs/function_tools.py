@@ -40,8 +40,11 @@ class FunctionTool:
     hints = typing.get_type_hints(function)
     properties = {}
     for name, parameter in inspect.signature(function).parameters.items():
-      if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or name not in hints:
-        raise ValueError(f"the tool {self.name} must have annotated parameters with names; received {parameter}.")
+      what = f"the tool {self.name} must have annotated parameters with names"
+      if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise ValueError(f"{what}; received {parameter}.")
+      if name not in hints:
+        raise ValueError(f"{what}; its parameter {name!r} has no annotation.")
       self._types[name] = hints[name]
       properties[name] = _schema(f"{self.name}({name})", hints[name])
       if name in described:

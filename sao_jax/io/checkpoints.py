@@ -304,6 +304,9 @@ class Checkpointer:
 
   def _require_intact(self, step: int) -> None:
     self.wait()
+    if step not in self.steps():
+      folder = self.path(step).parent
+      raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; there are steps {self.steps()}.")
     try:
       self._verify(step)
     except _DAMAGE as error:

@@ -23,6 +23,7 @@ class Stage:
     self._plain_every_s = plain_every_s
     self._started = time.monotonic()
     self._printed = float("-inf")
+    self._shown: tuple[int, str] | None = None
     self._bar: rich.progress.Progress | None = None
     if console.is_terminal:
       self._bar = rich.progress.Progress(
@@ -50,11 +51,12 @@ class Stage:
     """Stops the bar and leaves its last state on the screen."""
     if self._bar is not None:
       self._bar.stop()
-    else:
+    elif self._shown != (self._done, self._note):
       self._print_plain()
 
   def _print_plain(self) -> None:
     self._printed = time.monotonic()
+    self._shown = self._done, self._note
     line = f"{self._title}  {self._done}/{self._total}  {self._printed - self._started:.0f} s  {self._note}"
     self._console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
 

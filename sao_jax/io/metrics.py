@@ -120,11 +120,14 @@ def read_metrics(workdir: str | os.PathLike[str]) -> tuple[list[dict[str, Any]],
     `(learner rows, evaluation rows)`; null becomes NaN.
 
   Raises:
+    FileNotFoundError: there is no such file.
     ValueError: a line is malformed; the message holds its number.
   """
   learner: list[dict[str, Any]] = []
   evaluation: list[dict[str, Any]] = []
   path = pathlib.Path(workdir) / "metrics.jsonl"
+  if not path.is_file():
+    raise FileNotFoundError(f"workdir must be the folder of a run; {os.fspath(workdir)!r} holds no metrics.jsonl.")
   for number, row in jsonl.read_rows(path):
     jsonl.check_step(path, number, row)
     for key, value in row.items():

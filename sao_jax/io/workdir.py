@@ -79,10 +79,16 @@ class WorkdirLock:
     """Creates the folder if needed and takes the lock.
 
     Raises:
-      WorkdirError: another run holds the lock.
+      WorkdirError: the folder cannot be made, or another run holds the lock.
     """
     folder = pathlib.Path(workdir)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+      found = "a file" if folder.is_file() else "a link that leads nowhere"
+      raise WorkdirError(f"workdir must be a folder; {str(folder)!r} is {found}.") from error
+    except OSError as error:
+      raise WorkdirError(f"cannot make the folder {folder}: {error.strerror}; choose another workdir.") from error
     path = folder / ".lock"
     self._file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `close`)
     try:

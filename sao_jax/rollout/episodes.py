@@ -222,6 +222,11 @@ class Episode:
     return np.concatenate(self._tokens)
 
   @property
+  def answered(self) -> bool:
+    """Whether the environment has answered an action: not so if the first one was truncated."""
+    return bool(self._rewards)
+
+  @property
   def last_token(self) -> int:
     """The last token so far."""
     return int(self._tokens[-1][-1])

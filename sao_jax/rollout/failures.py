@@ -21,6 +21,23 @@ class TooManyFailuresError(RuntimeError):
   """So many episodes failed that the cause is not the single episode (a tool server that is down, say)."""
 
 
+def check_share(failures: Mapping[str, int], total: int, max_share: float, what: str) -> None:
+  """Raises `TooManyFailuresError` if more than `max_share` of some episodes failed.
+
+  Args:
+    failures: number of failures by kind.
+    total: number of episodes.
+    max_share: `EngineConfig.max_failed_share`, in [0, 1].
+    what: the episodes, and what follows, for the message.
+  """
+  failed = sum(failures.values())
+  if failed > max_share * total:
+    raise TooManyFailuresError(
+      f"{failed} of {total} {what} Allowed is a share of EngineConfig.max_failed_share = {max_share}. Failures by "
+      f"kind: {by_count(failures)}. The first of each kind is logged above."
+    )
+
+
 def by_count(by_kind: Mapping[str, int]) -> str:
   """Formats numbers of failures, the most frequent kind first.
 
@@ -45,7 +62,10 @@ class FailureLog:
     """Episode and message of the first failure of each kind."""
 
   def record_successes(self, count: int) -> None:
-    """Records `count` episodes that ended without failure."""
+    """Records `count` episodes that ended without failure, after at least one answer of the environment.
+
+    An episode that was cut in its first action says nothing about the environment. It is neither success nor failure.
+    """
     self._outcomes.extend([False] * count)
 
   def record_failure(self, request: EpisodeRequest, failure: EpisodeFailure) -> None:

@@ -66,6 +66,8 @@ class HFTokenizer:
       ValueError: a file is invalid, no file names a stop token, or a stop token is not in the vocabulary.
     """
     path = pathlib.Path(directory) / "tokenizer.json"
+    if not path.is_file():
+      raise FileNotFoundError(f"{path.parent} holds no tokenizer.json, which the tokenizer is read from.")
     serialized = untrusted_files.read_text(path, most_bytes=_MOST_BYTES)
     try:
       self = cls.__new__(cls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pathlib
 
@@ -11,7 +12,7 @@ from sao_jax.io import trajectory_arrays
 from sao_jax.io.console import Console
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.rollout.episodes import EpisodeRequest
-from sao_jax.rollout.failures import by_count
+from sao_jax.rollout.failures import by_count, check_share
 from sao_jax.training.components import Components
 from sao_jax.training.evaluation import failed_by_kind
 from sao_jax.training.health import RunStoppedError
@@ -41,6 +42,7 @@ def initial_trajectories(
 
   Raises:
     RunStoppedError: every episode failed.
+    TooManyFailuresError: more than `EngineConfig.max_failed_share` of them failed.
   """
   config = parts.config
   path = folder / "partial" / "initial_trajectories.safetensors"
@@ -66,7 +68,14 @@ def initial_trajectories(
       signals.interruptible(emergency_checkpoint=keep),
     ):
       bar.advance(len(done))
-      for trajectory in parts.rollouts.generate(lambda _: (weights, 0), requests, seed=SEED):
+      failed = itertools.count(1)
+
+      def count_failure(_: EpisodeRequest) -> None:
+        bar.advance(note=f"{next(failed)} failed")
+
+      for trajectory in parts.rollouts.generate(
+        lambda _: (weights, 0), requests, seed=SEED, on_failure=count_failure
+      ):
         done.append(trajectory)
         bar.advance()
   except Interrupted:
@@ -81,6 +90,8 @@ def initial_trajectories(
       f"None of {count} episodes for value pretraining gave a trajectory: {by_count(failures)}. The first failure of "
       "each kind is logged above."
     )
+  share = config.engine.max_failed_share
+  check_share(failures, len(requests), share, "episodes for value pretraining failed.")
   done.sort(key=lambda x: x.episode_id)  # the order of completion depends on the machine's speed; this one does not
   if is_main_process():
     trajectory_arrays.save(path, trajectory_arrays.to_arrays(done))

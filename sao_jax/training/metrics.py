@@ -14,6 +14,7 @@ from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io.loggers import MetricsLogger
 from sao_jax.io.metrics import MetricsWriter
 from sao_jax.parallel.distributed import is_main_process
+from sao_jax.rollout.failures import check_share
 from sao_jax.rollout.schedules import RolloutSchedule
 from sao_jax.training.components import Components
 from sao_jax.training.placement import Placement
@@ -32,6 +33,7 @@ class StepMetrics:
     self._seconds_before = 0.0
     self._failed_before = collections.Counter[str]()
     self._failed_at_start = collections.Counter[str]()
+    self._counts_at_start: Mapping[str, Any] = {}
     self._began = self._last = self._learner_began = time.monotonic()
     self._ended: float | None = None
     self._counts: Mapping[str, Any] = {}
@@ -39,7 +41,7 @@ class StepMetrics:
   def start(self) -> None:
     """Starts the clock."""
     self._began = self._last = time.monotonic()
-    self._counts = self._read_counters()
+    self._counts = self._counts_at_start = self._read_counters()
     self._failed_at_start = collections.Counter(self._counts["failed_by_kind"])
 
   def stop(self) -> None:
@@ -82,6 +84,21 @@ class StepMetrics:
     """
     by_kind = self._failed_by_kind()
     return {"failed_episodes": sum(by_kind.values()), "failed_by_kind": by_kind}
+
+  def check_failures(self, max_share: float) -> None:
+    """Raises `TooManyFailuresError` if too large a share failed of all episodes from `start` to `stop`.
+
+    The engine looks only at many recent episodes; a short run has fewer. Evaluations between the learner steps count
+    too. Episodes of earlier runs in the workdir do not, so that a run can go on once their cause is gone.
+
+    Args:
+      max_share: `EngineConfig.max_failed_share`, in [0, 1].
+    """
+    before, after = self._counts_at_start, self._counts
+    failures = collections.Counter(after["failed_by_kind"]) - collections.Counter(before["failed_by_kind"])
+    answered = after["episodes_answered"] - before["episodes_answered"]
+    what = "episodes of RL in which the environment was called failed. The policy is saved."
+    check_share(failures, failures.total() + answered, max_share, what)
 
   def _failed_by_kind(self) -> dict[str, int]:
     """Failures until the engines' counters were last read."""

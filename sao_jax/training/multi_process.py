@@ -8,7 +8,7 @@ process nothing is exchanged.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,10 +54,21 @@ class MultiProcessRollouts:
     self._engine = engine
     self._placement = placement
 
-  def generate(self, weights: ParamsFor, requests: Sequence[EpisodeRequest], *, seed: int) -> Iterator[Trajectory]:
-    """See `Engine.generate`. All processes must call it, with the same requests and seed."""
+  def generate(
+    self,
+    weights: ParamsFor,
+    requests: Sequence[EpisodeRequest],
+    *,
+    seed: int,
+    on_failure: Callable[[EpisodeRequest], None] | None = None,
+  ) -> Iterator[Trajectory]:
+    """See `Engine.generate`. All processes must call it, with the same requests and seed.
+
+    `on_failure` is called with the requests of this process.
+    """
     index, count = jax.process_index(), jax.process_count()
-    done = self._engine.generate(weights, itertools.islice(requests, index, None, count), seed=seed)
+    mine = itertools.islice(requests, index, None, count)
+    done = self._engine.generate(weights, mine, seed=seed, on_failure=on_failure)
     return done if count == 1 else iter(exchange_trajectories(self._placement, done))
 
   def counters(self) -> dict[str, Any]:

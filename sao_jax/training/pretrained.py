@@ -46,6 +46,12 @@ def read_config(path: str | os.PathLike[str], *, dtype: str, param_dtype: str) -
   """
   run = _run(path)
   if run is None:
+    file = pathlib.Path(path)
+    if not (file.is_file() or (file / "config.json").is_file()):
+      what = f"{os.fspath(path)!r} holds no config.json" if file.is_dir() else f"there is no {os.fspath(path)!r}"
+      raise FileNotFoundError(
+        f"the checkpoint must be a Hugging Face directory, a GGUF file or the workdir of a run; {what}."
+      )
     return models.read_config(path, dtype=dtype, param_dtype=param_dtype)
   return dataclasses.replace(_recorded_model(run), dtype=dtype, param_dtype=param_dtype)
 

@@ -107,6 +107,9 @@ class RLRun:
     """Publishes the weights, and lets the schedule generate inside the block.
 
     The engine serves one caller at a time. Run evaluations outside the block.
+
+    Raises:
+      TooManyFailuresError: more than `EngineConfig.max_failed_share` of the episodes failed, however few there were.
     """
     title = f"{self.config.algorithm}, {self.config.schedule}"
     with contextlib.closing(self.schedule), self._console.stage(title, self.config.num_steps) as self._bar:
@@ -117,6 +120,7 @@ class RLRun:
       yield
       self._metrics.stop()
     self._checkpointer.wait()  # what is evaluated is saved, whatever becomes of the evaluation
+    self._metrics.check_failures(self.config.engine.max_failed_share)
 
   @contextlib.contextmanager
   def collecting(self, step: int, state: LearnerState) -> Iterator[None]:

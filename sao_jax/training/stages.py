@@ -113,7 +113,7 @@ def warm_start(
     workdir: where the result is kept.
     console: where to report.
     signals: a signal saves the stage and raises `Interrupted`.
-    run: False raises ValueError if there is no result yet.
+    run: False raises ValueError if there is no result yet, unless the config has no warm start.
   """
   stage = StageRun("warm_start", parts, workdir, console, signals)
   with signals.interruptible():
@@ -125,7 +125,7 @@ def warm_start(
     return params, {"seconds": seconds}
 
   num_steps = parts.config.warm_start.num_steps
-  return stage.result(policy, fit, run=run, size=num_steps)[0]
+  return stage.result(policy, fit, run=run or not num_steps, size=num_steps)[0]
 
 
 def _imitate(stage: StageRun, policy: Params) -> tuple[Params, float]:

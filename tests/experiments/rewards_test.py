@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,6 +21,14 @@ HERE = "tests.experiments.rewards_test"
 
 def brevity(completion: str, row: Any) -> float:
   return 1.0 - len(completion) / row.get("limit", 10)
+
+
+def returned(completion: str, row: Any) -> Any:
+  return row["result"]
+
+
+def alone(completion: str) -> float:
+  return 1.0
 
 
 def double(x: int) -> int:
@@ -108,12 +118,33 @@ def test_demonstrations_may_call_ones_own_tools(checkpoint: str, tmp_path: pathl
   domain.close()
 
 
+@pytest.mark.parametrize("result", [1, True, 1.0, np.float32(1), np.bool_(True), jnp.float32(1), np.array(1)])
+def test_numbers_and_scalars_are_rewards(result: Any) -> None:
+  score = rewards.RewardSum(f"{HERE}:returned")("said", {"result": result}, float)
+  assert score.reward == 1.0 and type(score.reward) is float
+
+
+@pytest.mark.parametrize("result", [None, "0.5", [1.0], math.nan, math.inf, 10**400, np.ones(1), 1j])
+def test_other_results_are_an_error_that_names_the_function(result: Any) -> None:
+  told = rf"^rewards '{HERE}:returned' must return a finite number; received .* for 'said'\.$"
+  with pytest.raises(rewards.RewardError, match=told):
+    rewards.RewardSum(f"{HERE}:returned")("said", {"result": result}, float)
+
+
+def test_an_error_in_a_function_is_named() -> None:
+  told = rf"^rewards '{HERE}:returned' raised KeyError\('result'\) for 'said'\.$"
+  with pytest.raises(rewards.RewardError, match=told) as caught:
+    rewards.RewardSum(f"{HERE}:returned")("said", {}, float)
+  assert isinstance(caught.value.__cause__, KeyError)
+
+
 def test_bad_options() -> None:
   for given, message in (
     ({f"{HERE}:brevity": "1"}, "must be a finite number; received '1'"),
     ([], "at least one function"),
     ([f"{HERE}:brevity", "other:dullness"], "cannot import 'other:dullness'"),
     ("brevity", "of the form module:function"),
+    (f"{HERE}:alone", f"rewards '{HERE}:alone' must take (completion, row); it takes (completion: 'str') -> 'float'."),
     (f"{HERE}:brevty", "no function 'brevty'; did you mean brevity?"),
   ):
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from experiments import train
 from sao_jax.io.metrics import LEARNER_KEYS, read_metrics
 from sao_jax.io.trajectories import read
 from sao_jax.io.workdir import SUMMARY_KEYS
@@ -74,3 +77,16 @@ def test_the_documented_kinds_of_failure_are_those_of_the_engine() -> None:
   source = source.replace('f"{what}_too_long"', '"prompt_too_long" "observation_too_long"')
   kinds = set(listed[: listed.index("bad_tokens") + 1])
   assert len(kinds) == 11 and all(f'"{kind}"' in source for kind in kinds)
+
+
+@pytest.mark.parametrize(("reward", "failed", "shown"), [(1.0, 10, False), (0.5, 10, True), (math.nan, 20, False)])
+def test_the_reward_is_shown_where_it_differs_from_the_success_of_those_that_did_not_fail(
+  reward: float, failed: int, shown: bool
+) -> None:
+  success = (20 - failed) / 20
+  summary: dict[str, Any] = {"n": 20}
+  for when in train.WHEN:
+    summary |= {f"success_{when}": success, f"success_{when}_interval": (0.0, 1.0)}
+    summary |= {f"reward_{when}": reward, f"eval_failed_{when}": failed}
+  headers = [column.header for column in train.success_table(summary).columns]
+  assert ("reward" in headers) is shown

@@ -31,7 +31,8 @@ def test_every_line_when_the_interval_is_zero(no_time_passes):
   out = io.StringIO()
   with console.Console(file=out, plain_every_s=0.0).stage("s", 2) as stage:
     stage.advance()
-  assert out.getvalue().splitlines() == ["s  1/2  0 s", "s  1/2  0 s"]
+    stage.advance(0, note="2 failed")
+  assert out.getvalue().splitlines() == ["s  1/2  0 s", "s  1/2  0 s  2 failed"]  # the end has nothing new
 
 
 def test_a_bar_with_a_terminal(monkeypatch):

@@ -138,3 +138,8 @@ def test_malformed_files_are_named_with_their_line(tmp_path, content, message):
   (tmp_path / "metrics.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
   with pytest.raises(ValueError, match=message):
     metrics.read_metrics(tmp_path)
+
+
+def test_a_folder_without_metrics_is_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"must be the folder of a run; '.*nowhere' holds no metrics\.jsonl\.$"):
+    metrics.read_metrics(tmp_path / "nowhere")

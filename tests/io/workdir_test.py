@@ -164,6 +164,13 @@ def test_files_links_and_folders_in_the_way_are_named(make, name, tmp_path):
     (folder / name).mkdir(parents=True)
   else:
     make(folder)
-  refused = pytest.raises(workdir.WorkdirError, match="Cannot write to workdir")
+  told = "Cannot write to workdir" if name else "workdir must be a folder; '.*/run' is a (file|link that leads nowhere)"
+  refused = pytest.raises(workdir.WorkdirError, match=told)
   with refused, workdir.writing(folder), workdir.WorkdirLock(folder):
     metrics.MetricsWriter(folder)
+
+
+def test_a_folder_that_cannot_be_made():
+  told = r"^cannot make the folder /proc/sao_run: .*; choose another workdir\.$"
+  with pytest.raises(workdir.WorkdirError, match=told):
+    workdir.WorkdirLock("/proc/sao_run")

@@ -413,3 +413,20 @@ def test_earlier_successes_do_not_hide_that_everything_fails_now():
   with build(lambda: Dies(1)) as engine, pytest.raises(TooManyFailuresError, match="of the last 256 episodes"):
     done.extend(x.episode_id for x in engine.generate(eager, requests(2000)))
   assert engine.counters["failed_episodes"] <= 129 + 8
+
+
+class Broken(Echo):
+  def step(self, action):
+    raise NameError("a tool that never works")
+
+
+def test_actions_that_are_cut_do_not_hide_that_every_step_fails():
+  done = []
+  with build(Broken, max_action_tokens=3) as engine, pytest.raises(TooManyFailuresError, match="16 of the last 16"):
+    done.extend(engine.generate(fixed, requests(200)))
+  assert done and all(x.ended == "truncated" and x.num_turns == 1 for x in done)
+  assert engine.counters["episodes_answered"] == 0
+  with build(lambda: Echo(9), max_action_tokens=3) as engine:  # most are cut after an answer, some before
+    done = list(engine.generate(fixed, requests(100)))
+    answered = sum(x.total_reward > 0 for x in done)
+    assert 0 < answered < 100 and engine.counters["episodes_answered"] == answered

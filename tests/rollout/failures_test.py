@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
-from sao_jax.rollout.failures import FailureLog, TooManyFailuresError
+from sao_jax.rollout.failures import FailureLog, TooManyFailuresError, check_share
 
 
 def fail(log: FailureLog, number: int, kind: str = "step_error") -> None:
@@ -35,3 +35,11 @@ def test_one_success_asks_for_64_episodes() -> None:
   for number in range(100):
     fail(never, number)
   assert never.by_kind == {"step_error": 100}
+
+
+def test_the_share_of_all_episodes_has_no_least_number() -> None:
+  check_share({}, 0, 0.0, "episodes failed.")
+  check_share({"step_error": 17}, 34, 0.5, "episodes failed.")
+  told = r"^18 of 34 episodes failed. .*max_failed_share = 0.5. .*: step_error \(17\), timeout \(1\)"
+  with pytest.raises(TooManyFailuresError, match=told):
+    check_share({"step_error": 17, "timeout": 1}, 34, 0.5, "episodes failed.")

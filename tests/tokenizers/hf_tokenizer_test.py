@@ -249,6 +249,11 @@ def test_templates_that_cannot_be_read_are_named(directory, content, message):
     ChatTemplate.load(directory, stop_tokens=[], control_tokens=[])
 
 
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match=rf"^{tmp_path} holds no tokenizer\.json, "):
+    HFTokenizer.load(tmp_path)
+
+
 def test_bad_stop_tokens(serialized):
   with pytest.raises(ValueError, match=r"unknown: \['<nope>'\]"):
     HFTokenizer(serialized, stop_tokens=["<nope>", "<|im_end|>"])

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import types
 from typing import Any
 
@@ -22,6 +23,7 @@ from sao_jax.training import health, loop
 from sao_jax.training.components import Components
 from sao_jax.training.config import CheckpointConfig, WarmStartConfig
 from sao_jax.training.health import HealthCheck, RunStoppedError
+from sao_jax.types import Step
 from tests.bare_run import BusyEnv, bare, busy_domain
 from tests.learner import tiny
 from tests.learner.update_test import make_config
@@ -167,6 +169,36 @@ def test_too_many_failed_episodes_end_the_run_saved(tmp_path: pathlib.Path) -> N
   rows = [[{**row, "failed_episodes": 0} for row in without_times(path)] for path in (stopped, whole)]
   assert rows[0] == rows[1]
   jax.tree.map(np.testing.assert_array_equal, final_params(config, stopped), final_params(config, whole))
+
+
+class Broken(BusyEnv):
+  def step(self, action: str) -> Step:
+    raise NameError("a reward function that never works")
+
+
+def test_a_short_run_in_which_every_step_fails_ends_with_an_error(tmp_path: pathlib.Path) -> None:
+  """Too short for the engine, whose other episodes are cut in their first action: those are trained on."""
+  config = bare(num_steps=1)
+  told = r"^(\d+) of \1 episodes of RL .* failed\. The policy is saved.*step_error"
+  with pytest.raises(TooManyFailuresError, match=told):
+    loop.train(config, busy_domain(Broken), tmp_path)
+  assert (tmp_path / "checkpoints/1").is_dir() and not (tmp_path / "summary.json").exists()
+  assert loop.train(config, busy_domain(), tmp_path) is not None  # the failures of an earlier command are not counted
+
+
+def test_value_pretraining_needs_most_of_its_episodes(tmp_path: pathlib.Path, capsys: Any) -> None:
+  class Sometimes(BusyEnv):
+    def reset(self, task_index: int) -> str:
+      if task_index % 4 == 0:
+        raise ConnectionError("the tool server is down")
+      return super().reset(task_index)
+
+  engine = dataclasses.replace(bare().engine, max_failed_share=0.1)
+  config = pretraining(engine=engine)
+  with pytest.raises(TooManyFailuresError, match=r"of 32 episodes for value pretraining failed.*reset_error"):
+    loop.train(config, busy_domain(Sometimes), tmp_path, run_stages=("warm_start", "value_pretraining"))
+  assert re.search(r"initial trajectories  32/32 .* \d+ failed\n", capsys.readouterr().out)
+  assert not list(tmp_path.glob("stages/value_pretraining/partial/initial_trajectories.safetensors"))
 
 
 def test_what_is_not_finite_is_found_in_its_trajectories() -> None:

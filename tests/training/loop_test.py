@@ -245,6 +245,9 @@ def test_a_stage_with_a_result_is_not_run_again(stages_done: pathlib.Path) -> No
 def test_a_later_stage_needs_the_earlier_ones(tmp_path: pathlib.Path) -> None:
   with pytest.raises(ValueError, match="stage 'warm_start' has no result"):
     loop.train(tiny_config(), tiny_domain(), tmp_path, run_stages=("rl",))
+  without = tiny_config(warm_start=WarmStartConfig())  # a stage of no steps needs no run
+  with pytest.raises(ValueError, match="stage 'value_pretraining' has no result"):
+    loop.train(without, tiny_domain(), tmp_path / "without", run_stages=("rl",))
 
 
 def test_a_workdir_of_another_config_is_refused(stages_done: pathlib.Path) -> None:

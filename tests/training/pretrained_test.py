@@ -57,7 +57,7 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(run, tmp_path):
     Components(
       dataclasses.replace(config, policy_checkpoint=str(workdir / "checkpoints" / "7")), digits.make_domain()
     ) as parts,
-    pytest.raises(CheckpointError, match=r"checkpoints/7 is missing or damaged: .*There are steps \[1, 2\]"),
+    pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in .*/checkpoints; there are steps \[1, 2\]\.$"),
   ):
     parts.init_policy()
   (tmp_path / "config.json").write_text((workdir / "config.json").read_text())
@@ -90,3 +90,9 @@ def test_an_architecture_that_differs_is_named_by_field(tmp_path):
   pretrained.check(tmp_path, dataclasses.replace(config, remat="full", dtype="bfloat16"))
   with pytest.raises(ValueError, match=r"must be that of policy_checkpoint, .*: num_layers is 7 here and \d there"):
     pretrained.check(tmp_path, dataclasses.replace(config, num_layers=7))
+
+
+@pytest.mark.parametrize(("name", "told"), [("nodir", "there is no '.*nodir'"), ("", "'.*' holds no config.json")])
+def test_a_path_without_a_model_is_named(name, told, tmp_path):
+  with pytest.raises(FileNotFoundError, match=rf"a Hugging Face directory, a GGUF file or .* run; {told}\.$"):
+    pretrained.read_config(tmp_path / name, dtype="float32", param_dtype="float32")

@@ -181,6 +181,7 @@ class Engine:
       "prefills",
       "episodes_started",
       "episodes_finished",
+      "episodes_answered",
       "failed_episodes",
       "reset_retries",
       "cache_recomputes",
@@ -249,12 +250,13 @@ class Engine:
         self._busy_since = self._busy_since or time.perf_counter()
         dispatched = live.dispatch(params, version, key, stream)
         steps += dispatched.decodes
+        answered = -live.counts["episodes_answered"]
         finished, failures = live.take_finished()  # trajectories are built while the device works
         stream = (stream + 1) % live.num_streams
         busy = live.running
         live.collect_tokens(stream)
         self._record_busy(busy)
-        self._failures.record_successes(len(finished))
+        self._failures.record_successes(answered + live.counts["episodes_answered"])
         yield from finished  # before the failures, which may end the run
         self._record_failures(failures, on_failure)
         if busy or dispatched.rows or started or finished or failures or live.ready:

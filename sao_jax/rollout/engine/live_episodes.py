@@ -219,13 +219,17 @@ class LiveEpisodes:
         self._end(sequence, "truncated")
 
   def take_finished(self) -> tuple[list[Trajectory], list[tuple[EpisodeRequest, EpisodeFailure]]]:
-    """Returns the trajectories of episodes that ended, and the failures, since the last call."""
+    """Returns the trajectories of episodes that ended, and the failures, since the last call.
+
+    `counts["episodes_answered"]` counts the trajectories with at least one answer of the environment.
+    """
     ended, self._ended = self._ended, []
     trajectories = []
     for episode, how in ended:
       try:
         reward = self._config.truncated_reward
         trajectories.append(episode.finish(how, self._decode, truncated_reward=reward))
+        self.counts["episodes_answered"] += episode.answered
       except EpisodeFailure as failure:
         self._failures.append((episode.request, failure))
     failures, self._failures = self._failures, []

@@ -41,8 +41,8 @@ _LONGEST_TICK_S = 1.0
 _SUSPECT_DEATHS = 2
 
 _ALWAYS_COUNTED = (
-  "tokens_generated", "failed_episodes", "engine_restarts", "weight_transfers", "full_weight_transfers",
-  "weight_bytes", "weight_bytes_sent", "weight_checksum_mismatches",
+  "tokens_generated", "episodes_answered", "failed_episodes", "engine_restarts", "weight_transfers",
+  "full_weight_transfers", "weight_bytes", "weight_bytes_sent", "weight_checksum_mismatches",
 )  # fmt: skip
 
 _log = logging.getLogger(__name__)

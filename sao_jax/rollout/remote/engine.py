@@ -150,8 +150,8 @@ class RemoteEngine:
   def counters(self) -> dict[str, Any]:
     """Totals since this object was made; `busy_seconds` is the time during which the server had a request."""
     names = (
-      "tokens_generated", "server_requests", "episodes_started", "episodes_finished", "reset_retries",
-      "weight_updates", "checked_versions",
+      "tokens_generated", "server_requests", "episodes_started", "episodes_finished",
+      "episodes_answered", "reset_retries", "weight_updates", "checked_versions",
     )  # fmt: skip
     by_kind = dict(self._failures.by_kind)
     return {
@@ -211,7 +211,7 @@ class RemoteEngine:
     """Runs the loop of `run`, and of `generate` (`stop` is None: ends with the requests)."""
     if not self._driving.acquire(blocking=False):
       raise RuntimeError("RemoteEngine.generate() or run() called while another call is still running.")
-    outcomes: queue.SimpleQueue[tuple[EpisodeRequest, Trajectory | BaseException]] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[tuple[EpisodeRequest, tuple[Trajectory, bool] | BaseException]] = queue.SimpleQueue()
     live = 0
     try:
       while stop is None or not stop.is_set():
@@ -227,10 +227,12 @@ class RemoteEngine:
         except queue.Empty:
           continue  # check weights, requests and `stop` again
         live -= 1
-        if isinstance(outcome, Trajectory):
+        if isinstance(outcome, tuple):
+          trajectory, answered = outcome
           self._counts["episodes_finished"] += 1
-          self._failures.record_successes(1)
-          yield outcome
+          self._counts["episodes_answered"] += answered
+          self._failures.record_successes(int(answered))
+          yield trajectory
         elif isinstance(outcome, EpisodeFailure):
           self._record_failure(request, outcome, on_failure)
         else:
@@ -269,8 +271,8 @@ class RemoteEngine:
     while len(self._folders) > _KEPT_VERSIONS:
       shutil.rmtree(self._folders.popleft())
 
-  async def _run_episode(self, request: EpisodeRequest, seeds: tuple[int, ...]) -> Trajectory:
-    """Runs one episode from its prompt to its trajectory."""
+  async def _run_episode(self, request: EpisodeRequest, seeds: tuple[int, ...]) -> tuple[Trajectory, bool]:
+    """Runs one episode. Returns its trajectory, and whether the environment answered at least once."""
     holder = self._idle.pop() if self._idle else self._new_holder()
     try:
       prompt = await self._call_env(holder, functools.partial(holder.reset, request.task_index), request)
@@ -293,7 +295,7 @@ class RemoteEngine:
       self._abandoned.discard(holder)
       raise
     self._idle.append(holder)
-    return trajectory
+    return trajectory, episode.answered
 
   async def _generate_action(self, episode: Episode, seeds: tuple[int, ...]) -> bool:
     """Generates one action, with several requests if weights change. Returns whether it ended with a stop id."""

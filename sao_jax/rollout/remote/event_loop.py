@@ -66,9 +66,9 @@ class LoopThread:
 
   def start(
     self,
-    coroutine: Coroutine[Any, Any, Trajectory],
+    coroutine: Coroutine[Any, Any, tuple[Trajectory, bool]],
     request: EpisodeRequest,
-    outcomes: queue.SimpleQueue[tuple[EpisodeRequest, Trajectory | BaseException]],
+    outcomes: queue.SimpleQueue[tuple[EpisodeRequest, tuple[Trajectory, bool] | BaseException]],
   ) -> None:
     """Starts an episode; its result or exception is put into `outcomes`."""
 

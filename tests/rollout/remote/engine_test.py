@@ -659,6 +659,18 @@ def test_faults_of_environments_fail_their_episode_alone(url, root):
   assert [x.closed for x in made] == [1] * len(made)
 
 
+def test_actions_that_are_cut_do_not_hide_that_every_step_fails(url, root):
+  class Broken(Echo):
+    def step(self, action):
+      raise NameError("a tool that never works")
+
+  done = []
+  broken = remote(url, root, make_env=Broken, max_action_tokens=3)
+  with broken as engine, pytest.raises(TooManyFailuresError, match="16 of the last 16"):
+    done.extend(engine.generate(fixed, requests(200)))
+  assert done and engine.counters["episodes_answered"] == 0
+
+
 def test_environments_whose_close_hangs_do_not_block(url, root):
   release = threading.Event()
 
