@@ -88,7 +88,7 @@ def test_own_exceptions_are_told(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
   ("arguments", "line"),
   [
-    (["--workdir=nowhere"], "plots: cannot read or write 'nowhere/metrics.jsonl': No such file or directory"),
+    (["--workdir=nowhere"], "plots: workdir must be the folder of a run; 'nowhere' holds no metrics.jsonl."),
     (["more"], "plots: unexpected arguments: more"),
   ],
 )

@@ -132,7 +132,7 @@ def test_overrides(command):
     ("--config.options.deep.x=1", r"config\.options\.deep\.x is not in the preset's config\.options\.deep; it has a\."),
     ("--config.options.low.x=1", r"config\.options\.low\.x cannot be set: the preset's config\.options\.low is 1\."),
     ("--config.other.eps_low=1", r"config\.other\.eps_low cannot be set: the preset's config\.other is None\."),
-    ("--config.inner.eps_low=2", r"^\w+: config\.inner\.eps_low must be in \[0, 1\]; received 2"),
+    ("--config.inner.eps_low=2", r"^\S+: config\.inner\.eps_low must be in \[0, 1\]; received 2"),
     (
       "--config=nowhere.py",
       r"no preset 'nowhere\.py'\. Available presets:\n(.*\n)+.*tool_math_cpu  The default preset",
