@@ -1,7 +1,7 @@
 """Pure functions of RL for language agents: arrays in, arrays out.
 
 Every function stands in a module by topic, and is importable from here as well: `ops.dis_policy_loss` is
-`ops.policy_losses.dis_policy_loss`. The functions of `RunningMean` are in `ops.baselines`.
+`ops.policy_losses.dis_policy_loss`. `init`, `update` and `value` are those of `RunningMean`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sao_jax.ops.advantages import (
   skip_observation_returns,
   step_level_gae,
 )
-from sao_jax.ops.baselines import RunningMean, ValueTracker
+from sao_jax.ops.baselines import RunningMean, ValueTracker, init, update, value
 from sao_jax.ops.diagnostics import approx_kl, effective_sample_size, explained_variance
 from sao_jax.ops.importance import (
   dis_coefficient,
@@ -82,6 +82,7 @@ __all__ = [
   "icepop_outside",
   "importance",
   "importance_ratio",
+  "init",
   "kl_loss",
   "length_adaptive_lambda",
   "log_ratio",
@@ -103,5 +104,7 @@ __all__ = [
   "step_level_gae",
   "token_logprobs",
   "truncated_is_loss",
+  "update",
+  "value",
   "value_losses",
 ]
