@@ -67,7 +67,7 @@ def regularized_loss(
 
 def metrics(
   logp: Float[Array, "M B T"], reference_logp: Float[Array, "M B T"] | None, action_mask: Bool[Array, "M B T"]
-) -> dict[str, jax.Array]:
+) -> dict[str, Float32[Array, ""]]:
   """`reference_kl`, the mean of KL_t over action tokens; empty without a reference."""
   if reference_logp is None:
     return {}

@@ -158,8 +158,10 @@ def _policy_shapes(config: ModelConfig) -> Params:
 def join(base: Params, trained: Params) -> Params:
   """Returns one tree with the leaves of two: frozen parameters, and adapters with or without a value head.
 
-  >>> join({"q_proj": {"kernel": 1}}, {"q_proj": {"kernel_lora_a": 2}, "value_head": 3})
-  {'q_proj': {'kernel': 1, 'kernel_lora_a': 2}, 'value_head': 3}
+  >>> base = {"q_proj": {"kernel": jnp.ones((4, 3))}}
+  >>> joined = join(base, {"q_proj": {"kernel_lora_a": jnp.ones((4, 2))}, "value_head": jnp.ones(4)})
+  >>> jax.tree.map(jnp.shape, joined)
+  {'q_proj': {'kernel': (4, 3), 'kernel_lora_a': (4, 2)}, 'value_head': (4,)}
   """
   joined = dict(base)
   for name, value in trained.items():
