@@ -5,7 +5,6 @@ They are not part of SAO. With both coefficients 0, nothing here adds to the lea
 
 from __future__ import annotations
 
-import jax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from sao_jax.learner import scoring
