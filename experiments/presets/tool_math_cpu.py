@@ -6,8 +6,8 @@ projections and head alone in RL):
   0      209 s   0.346 -> 0.811
   1      296 s   0.287 -> 0.607   (other programs were running)
   2      207 s   0.232 -> 0.619
-With the present settings and seed 0's policy, one run went from 0.350 to 0.807 (2026-12-01, beside other work).
-With seed 0, before, the warm start took 89 s, value pretraining 11 s, RL 106 s and evaluation 3 s.
+With the present settings (2026-12-01, a slower machine):
+  0      400 s   0.350 -> 0.809   (warm start 181 s, value pretraining 42 s, RL 171 s, evaluations 5 s)
 
 `experiments/presets/tool_math_cpu.py:quick` runs every stage in about a minute and a half, too short to learn.
 """
