@@ -168,14 +168,13 @@ def evaluate_run(
 def with_problems(config: RunConfig, data: str) -> RunConfig:
   """Returns the config with another file of held-out problems.
 
-    Raises:
+  Raises:
     ValueError: the task has no option `held_out`.
     FactoryError: the task's function does not exist.
   """
   takes = {*config.env.options, *inspect.signature(find_factory(config)).parameters}
   if "held_out" not in takes:
     raise ValueError(f"--data needs a run whose task has the option held_out; received {config.env.factory!r}.")
-
   options = {**config.env.options, "held_out": data}
   return dataclasses.replace(config, env=dataclasses.replace(config.env, options=options))
 

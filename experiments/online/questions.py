@@ -49,7 +49,7 @@ TEMPLATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-  """What a question asks for: a relation of a subject."""
+  """Subject matter of a question: a relation of a subject."""
 
   relation: str
   subject: str

@@ -13,13 +13,14 @@ line in the data file), and returns a number. The reward is the weighted sum. Ea
 
 from __future__ import annotations
 
-import ast
+import functools
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from experiments.support.config_flags import parse_mapping
 from experiments.tasks.factory import FactoryError, import_named
 from experiments.tasks.options import closest
 from sao_jax.envs.chat import Score
@@ -47,7 +48,10 @@ def weights(rewards: Rewards | None) -> dict[str, float]:
   if rewards is None:
     rewards = CORRECT
   if isinstance(rewards, str) and rewards.lstrip().startswith("{"):
-    rewards = _mapping(rewards)
+    mapping = parse_mapping(rewards)
+    if mapping is None:
+      raise ValueError(f"rewards must be a mapping written like {{'mine:brevity': 1.0}}; received {rewards!r:.200}.")
+    rewards = mapping
   names = {rewards: 1.0} if isinstance(rewards, str) else rewards
   found = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
   if not found:
@@ -56,16 +60,6 @@ def weights(rewards: Rewards | None) -> dict[str, float]:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
       raise ValueError(f"rewards: the weight of {name!r} must be a finite number; received {weight!r}.")
   return {name: float(weight) for name, weight in found.items()}
-
-
-def _mapping(text: str) -> dict[str, float]:
-  try:
-    found = ast.literal_eval(text)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    found = None
-  if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-    raise ValueError(f"rewards must be a mapping written like {{'mine:brevity': 1.0}}; received {text!r:.200}.")
-  return found
 
 
 class RewardError(RuntimeError):
@@ -84,13 +78,11 @@ class RewardSum:
 
   def __init__(self, rewards: Rewards | None):
     self._parts: dict[str, tuple[float, RewardFunction | None]] = {}
-    self._names: dict[str, str] = {}
     for name, weight in weights(rewards).items():
       short = name.rpartition(":")[2]
       if short in self._parts:
         raise ValueError(f"rewards must have different names, since each is a metric; received {short!r} twice.")
       self._parts[short] = weight, None if name == CORRECT else _reward_function(name)
-      self._names[short] = name
     self._only_grade = rewards is None
 
   @property
@@ -110,7 +102,7 @@ class RewardSum:
       RewardError: a function raised, or returned something else than a finite number.
     """
     values = {
-      name: float(grade()) if function is None else _call(self._names[name], function, completion, row)
+      name: float(grade()) if function is None else function(completion, row)
       for name, (_, function) in self._parts.items()
     }
     total = sum(weight * values[name] for name, (weight, _) in self._parts.items())
@@ -118,17 +110,22 @@ class RewardSum:
 
 
 def _reward_function(name: str) -> RewardFunction:
-  """Returns the function named as `module:function`, if it takes a completion and a row."""
+  """Returns the function named as `module:function`, with a check of its results (`_call`).
+
+  Raises:
+    FactoryError: it does not exist. ValueError: it does not take a completion and a row.
+  """
   function = named_function(name, "rewards")
+  checked = functools.partial(_call, name, function)
   try:
     signature = inspect.signature(function)
   except ValueError:  # some functions in C have none
-    return function
+    return checked
   try:
     signature.bind("", {})
   except TypeError:
     raise ValueError(f"rewards {name!r} must take (completion, row); it takes {signature}.") from None
-  return function
+  return checked
 
 
 def _call(name: str, function: RewardFunction, completion: str, row: Mapping[str, Any]) -> float:

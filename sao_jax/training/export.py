@@ -97,7 +97,9 @@ def _with_token_ids(config: ModelConfig, source: pathlib.Path) -> ModelConfig:
 
 def _write_tokenizer(folder: pathlib.Path, source: pathlib.Path) -> None:
   """Copies the tokenizer. Files of another one are removed: transformers would prefer some of them to the copies."""
-  for name in (*TOKENIZER_FILES, "generation_config.json"):
+  # `save_hf` keeps what a generation config says of temperature and the like.
+  names = (*TOKENIZER_FILES, "generation_config.json")
+  for name in names:
     (folder / name).unlink(missing_ok=True)
   if (folder / TEMPLATES_FOLDER).is_dir():
     shutil.rmtree(folder / TEMPLATES_FOLDER)
@@ -106,8 +108,7 @@ def _write_tokenizer(folder: pathlib.Path, source: pathlib.Path) -> None:
       (folder / name).parent.mkdir(exist_ok=True)
       (folder / name).write_text(text, encoding="utf-8")
     return
-  # `save_hf` keeps what a generation config says of temperature and the like.
-  named = [source / name for name in (*TOKENIZER_FILES, "generation_config.json")]
+  named = (source / name for name in names)
   for path in filter(pathlib.Path.is_file, (*named, *source.glob(f"{TEMPLATES_FOLDER}/*.jinja"))):
     untrusted_files.check_regular(path)
     target = folder / path.relative_to(source)

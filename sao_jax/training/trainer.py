@@ -109,7 +109,7 @@ class Trainer:
     return self._open().whole_policy(self._trained())
 
   def _trained(self) -> Params:
-    """What the policy trains: its parameters, or its adapters."""
+    """Returns the trained part of the policy: its parameters, or its adapters."""
     if self._policy is None:
       self._policy = self._restored_policy()
     return self._policy
@@ -124,7 +124,7 @@ class Trainer:
     Returns:
       The completions, without the token that ends them.
 
-        Raises:
+    Raises:
       TypeError: `prompts` is one text. ValueError: a prompt is too long for the engine.
     """
     if isinstance(prompts, str):
