@@ -1,8 +1,9 @@
 """Memory and compute of a model on a mesh, without weights or devices: `python -m experiments.compile_report`.
 
-Lowers and compiles the policy step, the critic step, and the engine's decode step and prefill from shapes. Prints
-memory per device, FLOPs, bytes moved, collectives, and the savings of the critic's frozen attention; at the end, one
-JSON object. With the `libtpu` package, any machine can compile for a real TPU topology:
+Lowers and compiles the policy step, the critic step, and the engine's programs from shapes: the decode step and the
+prefill over windows, and the ragged step over pages (on TPUs). Prints memory per device, FLOPs, bytes moved,
+collectives, and the savings of the critic's frozen attention; at the end, one JSON object. With the `libtpu` package,
+any machine can compile for a real TPU topology:
 
     python -m experiments.compile_report --model=qwen3_30b_a3b --mesh=fsdp=8,context=8 --seq=131072 --topology=v5p:4x4x4
 
@@ -46,8 +47,8 @@ from sao_jax.parallel import MeshConfig, make_mesh, parse_engine_mesh, parse_mes
 from sao_jax.parallel.axes import ROWS, axes_in_use, check_split, weights_in_place
 from sao_jax.training.run_meshes import check_engine_mesh
 
-PROGRAMS = ("policy", "critic", "decode", "prefill")
-ENGINE_PROGRAMS = ("decode", "prefill")
+PROGRAMS = ("policy", "critic", "decode", "prefill", "ragged")
+ENGINE_PROGRAMS = PROGRAMS[2:]
 _HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 """Memory that the compiler grants a program on one chip, as stated in its out-of-memory errors."""
 _EXACT_UP_TO = 8
@@ -291,7 +292,7 @@ def report_program(
     print(f"{readable(program.bytes_moved)} moved (of a kernel, its operands and results)")
   for kind, traffic in program.collectives.items():
     print(f"  {kind:<20}{traffic.count:>8} x  {readable(traffic.bytes):>12} in total")
-  if name == "decode":
+  if name in ("decode", "ragged"):
     limit = aot.decode_limit(model, meshes[1], load)
     print(
       f"  must read {readable(limit)}: weights and live cache once, divided by {meshes[1].size} devices; moves "
@@ -340,7 +341,7 @@ def activation_sizes(name: str, mesh: Mesh, load: aot.Workload) -> set[int]:
   """Returns the sizes of the dimension of an engine's activations that counts tokens: of all, or of a data shard."""
   if name not in ENGINE_PROGRAMS:
     return set()
-  counts = {load.slots} if name == "decode" else {load.prefill_rows, load.prefill_rows * load.prefill_tokens}
+  counts = {load.slots} if name != "prefill" else {load.prefill_rows, load.prefill_rows * load.prefill_tokens}
   return counts | {count // mesh.shape["data"] for count in counts if count >= 8 * mesh.shape["data"]}
 
 
@@ -361,7 +362,8 @@ def _lower(
     return aot.lower_policy_step(model, learner, mesh, load, build_adapters())
   if name == "critic":
     return aot.lower_critic_step(model, learner, mesh, load, build_adapters())
-  return (aot.lower_decode_step if name == "decode" else aot.lower_prefill_step)(model, engine_mesh, load)
+  lower = {"decode": aot.lower_decode_step, "prefill": aot.lower_prefill_step, "ragged": aot.lower_ragged_step}
+  return lower[name](model, engine_mesh, load)
 
 
 def readable(size: float) -> str:

@@ -127,9 +127,8 @@ class RaggedBatch(NamedTuple):
 class PagedPolicy(NamedTuple):
   """A policy over a paged cache: the form that the rollout engine uses on TPUs."""
 
-  token_state: Callable[[], Cache]
-  """`() -> shapes`: what is stored for each token, a pytree of `jax.ShapeDtypeStruct`. A leaf of shape `s` makes an
-  array `[pages, page_size, *s]` of the cache."""
+  init_cache: Callable[[int, int], Cache]
+  """`(num_pages, page_size) -> pages`: the leading axes of every leaf are the page and the token in it."""
 
   step: Callable[[Params, Cache, jax.Array, RaggedBatch], tuple[jax.Array, Cache]]
   """`(params, pages, tokens [T], batch) -> (hidden [T, D], pages)`: feeds prompt and decode tokens together."""

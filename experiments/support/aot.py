@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from experiments.support import hlo
 from sao_jax.learner import LearnerConfig, LearnerState, init_state, make_critic_step
 from sao_jax.learner.update import update_policy
 from sao_jax.models import ModelConfig, cached_policy, init_critic, init_policy, lora, policy_apply, value_apply
 from sao_jax.models.lora import LoraConfig
+from sao_jax.models.paged_attention import pages_spec
 from sao_jax.parallel import (
   batch_shardings,
   cache_shardings,
@@ -35,8 +36,10 @@ from sao_jax.parallel import (
 from sao_jax.parallel.axes import weights_in_place
 from sao_jax.parallel.engine_weights import cast_for_engine
 from sao_jax.parallel.rules import ENGINE_RULES, RULES, Rule
-from sao_jax.types import Params, TokenBatch
+from sao_jax.types import Params, RaggedBatch, TokenBatch
 
+PAGE_SIZE = 64
+"""Tokens per page of the ragged step."""
 _ASSIGNMENT = "*after_optimizations-buffer-assignment.txt"
 
 
@@ -316,6 +319,34 @@ def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.sta
   jitted = jax.jit(on_mesh(step, mesh), donate_argnums=1, out_shardings=(None, places))
   i = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
   return jitted.lower(placed(params, engine_shardings(params, mesh)), placed(window, places), slots, i)
+
+
+def lower_ragged_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
+  """Lowers a pass over pages that decodes a token of every sequence, as engines on TPUs do; see `engine.ragged`.
+
+  Raises:
+    ValueError: the engine has no such step for the model or on the mesh.
+  """
+  policy = cached_on_mesh(cached_policy(model), mesh, contextlib.nullcontext)
+  placement, paged = policy.placement, policy.paged
+  assert placement is not None
+  if paged is None:
+    raise ValueError("the ragged step needs a model without latent attention, and a mesh with no axis but tensor.")
+  params, whole = engine_shapes(model, mesh), placement.whole
+
+  def step(params: Any, pages: Any, tokens: jax.Array, batch: RaggedBatch) -> tuple[jax.Array, Any]:
+    hidden, pages = paged.step(params, pages, tokens, batch)
+    return placement.logits(jnp.dot(hidden, paged.lm_head(params), preferred_element_type=jnp.float32)), pages
+
+  def int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
+
+  each, row_pages = int32(load.slots), -(-load.live // PAGE_SIZE)
+  batch = RaggedBatch(each, each, each, int32(load.slots, row_pages), int32(load.slots + 1), int32(1))
+  pages = jax.eval_shape(lambda: paged.init_cache(1 + load.slots * row_pages, PAGE_SIZE))
+  places = jax.tree.map(lambda _: NamedSharding(mesh, pages_spec(model.num_kv_heads, mesh)), pages)
+  jitted = jax.jit(on_mesh(step, mesh), donate_argnums=1, out_shardings=(None, places))
+  return jitted.lower(placed(params, engine_shardings(params, mesh)), placed(pages, places), each, batch)
 
 
 def lower_prefill_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:

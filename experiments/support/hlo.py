@@ -120,6 +120,7 @@ _FREE = frozenset((
   "partition-id", "replica-id", "copy-done", "slice-done", "async-start", "async-update", "async-done",
 ))  # fmt: skip
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+_UPDATES = frozenset(("dynamic-update-slice", "scatter"))
 
 
 def moved_bytes(text: str) -> float:
@@ -170,8 +171,8 @@ def _traffic(
     )
   if one.operation in _SLICES:
     return 2 * _main_memory(one.shape)
-  if one.operation == "dynamic-update-slice":
-    return 2 * _size(body, one.operands[1])
+  if one.operation in _UPDATES:
+    return 2 * _updated(one, body)
   return _main_memory(one.shape) + sum(_main_memory(source.shape) for source in sources)
 
 
@@ -181,8 +182,8 @@ def _fusion_traffic(one: _Instruction, sources: list[_Instruction], inside: Mapp
     int(re.findall(r"parameter\((\d+)\)", inner.line)[0]): inner.name
     for inner in inside.values() if inner.operation == "parameter"
   }  # fmt: skip
-  updates = [inner for inner in inside.values() if inner.operation == "dynamic-update-slice"]
-  written = sum(_size(inside, update.operands[1]) for update in updates)
+  updates = [inner for inner in inside.values() if inner.operation in _UPDATES]
+  written = sum(_updated(update, inside) for update in updates)
   total = float(written) if updates else _main_memory(one.shape)
   for number, source in enumerate(sources):
     total += min(_main_memory(source.shape), _used(parameters.get(number, ""), inside))
@@ -197,13 +198,18 @@ def _used(name: str, inside: Mapping[str, _Instruction]) -> float:
       continue
     if user.operation in _SLICES and user.operands[0] == name:
       total += sum(shape_bytes(user.shape))
-    elif user.operation == "dynamic-update-slice" and user.operands[0] == name:
-      total += _size(inside, user.operands[1])
+    elif user.operation in _UPDATES and user.operands[0] == name:
+      total += _updated(user, inside)
     elif user.operation in ("bitcast", "get-tuple-element"):
       total += _used(user.name, inside)
     else:
       return float("inf")
   return total
+
+
+def _updated(one: _Instruction, body: Mapping[str, _Instruction]) -> float:
+  """Bytes that an update writes: of its second operand, and for a scatter, which has indices there, of its third."""
+  return _size(body, one.operands[2 if one.operation == "scatter" else 1])
 
 
 def _size(body: Mapping[str, _Instruction], name: str) -> float:

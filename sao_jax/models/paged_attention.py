@@ -13,12 +13,14 @@ Shapes: T tokens, S rows (sequences), N pages per row, P pages, H query heads, K
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from sao_jax.parallel.axes import axes_for
 from sao_jax.parallel.constraints import ambient_mesh
 from sao_jax.types import RaggedBatch
 
@@ -72,8 +74,8 @@ def paged_attention(
   mesh = ambient_mesh()
   if mesh is None:
     return local(q, k, v, pages, batch)
-  split = "tensor" if k.shape[1] % mesh.shape.get("tensor", 1) == 0 else None
-  heads, cache = PartitionSpec(None, split), PartitionSpec(None, None, split)
+  cache = pages_spec(k.shape[1], mesh)
+  heads = PartitionSpec(None, cache[2])
   run = jax.shard_map(
     local,
     mesh=mesh,
@@ -83,6 +85,22 @@ def paged_attention(
   )
   out: tuple[jax.Array, jax.Array] = run(q, k, v, pages, batch)
   return out
+
+
+def pages_spec(num_kv_heads: int, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+  """Returns how a mesh splits the pages of a layer: their heads over `tensor`, if it divides the key/value heads."""
+  return PartitionSpec(None, None, axes_for(mesh, num_kv_heads, "tensor") or None)
+
+
+def empty_pages(
+  num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: Any
+) -> Float[Array, "P page _ Dh"]:
+  """Makes the zero pages of one layer, on a mesh split by `pages_spec`."""
+  pages = jnp.zeros((num_pages, page_size, 2 * num_kv_heads, head_dim), dtype)
+  mesh = ambient_mesh()
+  if mesh is None:
+    return pages
+  return jax.lax.with_sharding_constraint(pages, NamedSharding(mesh, pages_spec(num_kv_heads, mesh)))
 
 
 def _reference(q: jax.Array, pages: jax.Array, batch: RaggedBatch, *, scale: float) -> jax.Array:

@@ -16,6 +16,7 @@ from sao_jax.models.embedding import look_up
 from sao_jax.models.latent_attention import LatentAttention
 from sao_jax.models.layers import MLP, Attention, LayerCache, RMSNorm, rope_tables
 from sao_jax.models.moe import MoE
+from sao_jax.models.paged_attention import empty_pages
 from sao_jax.parallel.constraints import constrain, constrain_residual, constrain_tokens
 from sao_jax.types import AnyArray, Cache, RaggedBatch
 
@@ -162,10 +163,10 @@ class Transformer(nn.Module):
     return self.final_norm(x), written
 
 
-def token_state(config: ModelConfig) -> Cache:
-  """Returns the shapes that a paged cache stores for a token: by layer, keys and values in turn."""
-  shape = jax.ShapeDtypeStruct((2 * config.num_kv_heads, config.head_dim), config.compute_dtype)
-  return {f"layers_{i}": {"kv": shape} for i in range(config.num_layers)}
+def init_pages(config: ModelConfig, num_pages: int, page_size: int) -> Cache:
+  """Makes a zero cache of `num_pages` pages of `page_size` tokens."""
+  zeros = functools.partial(empty_pages, num_pages, page_size, config.num_kv_heads, config.head_dim)
+  return {f"layers_{i}": {"kv": zeros(config.compute_dtype)} for i in range(config.num_layers)}
 
 
 def init_cache(config: ModelConfig, num_slots: int, max_len: int) -> Cache:

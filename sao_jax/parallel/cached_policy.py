@@ -25,7 +25,7 @@ from sao_jax.parallel.rules import (
   spec_for,
 )
 from sao_jax.parallel.step import on_mesh
-from sao_jax.types import Cache, CachedPolicy, Params, SlotPlacement, Window
+from sao_jax.types import Cache, CachedPolicy, PagedPolicy, Params, SlotPlacement, Window
 
 
 def cached_on_mesh(
@@ -98,7 +98,7 @@ def cached_on_mesh(
     step=on_mesh(step, mesh),
     lm_head=policy.lm_head,
     num_tokens=policy.num_tokens,
-    paged=policy.paged if mesh.size == 1 else None,
+    paged=_paged_on_mesh(policy.paged, mesh),
     merge=merge,
     placement=SlotPlacement(
       slots=NamedSharding(mesh, slots),
@@ -108,6 +108,13 @@ def cached_on_mesh(
       logits=logits,
     ),
   )
+
+
+def _paged_on_mesh(policy: PagedPolicy | None, mesh: Mesh) -> PagedPolicy | None:
+  """Returns the policy over pages, or None if an axis other than `tensor` is in use: any row may need any page."""
+  if policy is None or mesh.size != mesh.shape.get("tensor", 1):
+    return None
+  return PagedPolicy(on_mesh(policy.init_cache, mesh), on_mesh(policy.step, mesh), policy.lm_head)
 
 
 def _time(cache: Cache) -> int:

@@ -16,6 +16,7 @@ import pytest
 from experiments import compile_report
 from experiments.presets.model_configs import MODELS
 from experiments.support import aot, hlo
+from sao_jax.parallel import make_mesh, parse_engine_mesh
 from sao_jax.parallel.axes import AXES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -66,7 +67,14 @@ MOVES = """HloModule jit_step, is_scheduled=true
   ROOT %o = f32[100,8]{1,0} dynamic-update-slice(%c, %u, %j, %j)
 }
 
-ENTRY %main (a: f32[100,8], w: bf16[8,16], z: s32[]) -> f32[100,8] {
+%scattered (c: f32[100,8], r: s32[3,1], u: f32[3,8]) -> f32[100,8] {
+  %c = f32[100,8]{1,0} parameter(0)
+  %r = s32[3,1]{1,0} parameter(1)
+  %u = f32[3,8]{1,0} parameter(2)
+  ROOT %o = f32[100,8]{1,0} scatter(%c, %r, %u), to_apply=%replace
+}
+
+ENTRY %main (a: f32[100,8], w: bf16[8,16], z: s32[], rows: s32[3,1], new: f32[3,8]) -> f32[100,8] {
   %a = f32[100,8]{1,0:T(8,128)} parameter(0)
   %w = bf16[8,16]{1,0} parameter(1)
   %z = s32[] parameter(2)
@@ -74,7 +82,10 @@ ENTRY %main (a: f32[100,8], w: bf16[8,16], z: s32[]) -> f32[100,8] {
   %start = (bf16[8,16]{1,0:S(1)}, bf16[8,16]{1,0}, u32[]{:S(2)}) copy-start(%w)
   %done = bf16[8,16]{1,0:S(1)} copy-done(%start)
   %k = f32[1,16]{1,0} custom-call(%row, %done, /*index=2*/%w), custom_call_target="tpu_custom_call"
-  ROOT %out = f32[100,8]{1,0} fusion(%a, %row, %z), kind=kLoop, calls=%updated
+  %rows = s32[3,1]{1,0} parameter(3)
+  %new = f32[3,8]{1,0} parameter(4)
+  %next = f32[100,8]{1,0} fusion(%a, %row, %z), kind=kLoop, calls=%updated
+  ROOT %out = f32[100,8]{1,0} fusion(%next, %rows, %new), kind=kCustom, calls=%scattered
 }
 """
 
@@ -85,7 +96,8 @@ def test_bytes_between_memory_and_core_are_counted():
   kernel = 256 + 64  # reads w from main memory, writes its result
   updated = 32 + 32  # touches a row of the array: XLA reads and writes it; the new row is in the core's memory
   indices = 2 * 4
-  assert hlo.moved_bytes(MOVES) == sliced + copied + kernel + updated + indices
+  scattered = 96 + 96 + 12 + 96  # three rows of the array, twice; their numbers; the new rows
+  assert hlo.moved_bytes(MOVES) == sliced + copied + kernel + updated + indices + scattered
 
 
 ASSIGNMENT = """BufferAssignment:
@@ -201,6 +213,19 @@ def test_an_engine_on_a_mesh_of_its_own_gathers_no_weight():
   weights = 2 * aot.total_size(aot.policy_shapes(model))
   assert decode["limit_bytes_per_device"] == (weights + cache) / 8
   assert decode["ratio_to_limit"] == decode["moved_bytes_per_device"] / decode["limit_bytes_per_device"] > 0.5
+
+
+@pytest.mark.timeout(600)
+def test_the_command_reports_a_step_over_pages():
+  text, found = report("--rollout_mesh=tensor=2", "--slots=4", "--live_tokens=100", "--programs=ragged")
+  assert "ragged step (2 layers" in text and "0.00 kB of weights gathered" in text
+  assert found["ragged"]["weight_all_gather_bytes"] == 0 < found["ragged"]["collective_bytes"]
+
+
+def test_a_step_over_pages_needs_keys_and_values_of_heads():
+  with pytest.raises(ValueError, match="needs a model without latent attention, and a mesh with no axis but tensor"):
+    mesh = make_mesh(parse_engine_mesh("data=1"), jax.devices()[:1])
+    aot.lower_ragged_step(MODELS["glm5_744b"](), mesh, aot.Workload(rows=1, seq=32, slots=4))
 
 
 @pytest.mark.timeout(600)

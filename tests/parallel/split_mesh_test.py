@@ -56,3 +56,14 @@ def test_the_loop_trains_on_what_two_engines_generate(reports: dict[str, Any]) -
   row = reports["loop"]
   assert row["step"] == 2 and row["trajectories"] == 16 and row["failed_episodes"] == 0
   assert 0 < row["learner_busy_fraction"] <= 1
+
+
+@pytest.mark.timeout(3 * LIMIT)
+@pytest.mark.parametrize(("tensor", "heads"), [(3, 2), (4, 6)])
+def test_steps_over_pages_sample_like_one_device(reports: dict[str, Any], tensor: int, heads: int) -> None:
+  """Six key/value heads: three devices hold two each, and each of four devices holds all."""
+  wanted, got = reports["pages"]["1"], reports["pages"][str(tensor)]
+  assert got["heads_per_device"] == heads and wanted["num_sampled"] == got["num_sampled"] == [[0, 4], [4]]
+  assert got["tokens"][1] == wanted["tokens"][1]
+  np.testing.assert_allclose(np.array(got["logp"][1]), np.array(wanted["logp"][1]), atol=1e-5)
+  assert np.array(got["tokens"][0])[:, 1].tolist() == np.array(wanted["tokens"][0])[:, 1].tolist()

@@ -23,8 +23,19 @@ import numpy as np
 from sao_jax import models
 from sao_jax.io.metrics import read_metrics
 from sao_jax.models import ModelConfig
-from sao_jax.parallel import MeshConfig, RolloutMeshConfig, make_mesh, parse_engine_mesh, parse_mesh, place
+from sao_jax.parallel import (
+  MeshConfig,
+  RolloutMeshConfig,
+  cached_on_mesh,
+  make_mesh,
+  parse_engine_mesh,
+  parse_mesh,
+  place,
+  shardings_for,
+)
 from sao_jax.parallel.engine_weights import cast_for_engine, jit_layout, layout_mesh, send
+from sao_jax.parallel.rules import ENGINE_RULES
+from sao_jax.rollout.engine import ModelRunner, Row, StepSpec
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.training import loop
 from sao_jax.training.components import Components
@@ -71,6 +82,27 @@ def sent_as_bfloat16(params: Params, learner: int, engine: str) -> bool:
 def generate(parts: Components, weights: Params) -> dict[int, tuple[list[int], list[float]]]:
   done = {x.episode_id: x for x in parts.engine.generate(lambda _: (weights, 0), REQUESTS, seed=1)}
   return {i: (done[i].tokens.tolist(), np.nan_to_num(done[i].behavior_logp).tolist()) for i in sorted(done)}
+
+
+def samples_over_pages(params: Params, tensor: int) -> dict[str, Any]:
+  """Runs two steps over pages on `tensor` devices: a prompt in pieces beside a row that decodes."""
+  mesh = make_mesh(parse_engine_mesh(f"tensor={tensor}"), jax.devices()[:tensor])
+  policy = cached_on_mesh(models.cached_policy(MODEL), mesh, contextlib.nullcontext)
+  spec = StepSpec(model=policy, chunk_steps=4, temperature=1.0, stop_ids=(), use_pages=True)
+  runner = ModelRunner(spec, num_slots=3, num_pages=12, page_size=8, max_pages=4, token_budget=20)
+  weights = jax.device_put(params, shardings_for(params, mesh, ENGINE_RULES))
+  prompt, pages, key = np.arange(3, 15, dtype=np.int32), ([3, 1, 5], [2, 9, 4]), jax.random.key(0)
+  steps = (
+    [Row(0, 0, prompt[:7], 0, pages[0]), Row(1, 0, prompt[2:5], 4, pages[1])], [Row(0, 7, prompt[7:], 4, pages[0])]
+  )  # fmt: skip
+  outputs = [runner.fetch(runner.step(weights, rows, key)) for rows in steps]
+  kv = runner._cache["layers_1"]["kv"]
+  return {
+    "tokens": [x.tokens.tolist() for x in outputs],
+    "logp": [x.logp.tolist() for x in outputs],
+    "num_sampled": [x.num_sampled.tolist() for x in outputs],
+    "heads_per_device": kv.sharding.shard_shape(kv.shape)[2] // 2,
+  }
 
 
 def generates_while_learner_dispatches(parts: Components, weights: Params, limit_s: float) -> bool:
@@ -127,6 +159,7 @@ def main(*placements: str) -> None:
     reports["loop"] = train(placements[0])
   if jax.device_count() == 12:
     params = models.init_policy(MODEL, jax.random.key(0))
+    reports["pages"] = {tensor: samples_over_pages(params, tensor) for tensor in (1, 3, 4)}
     for engine in ("tensor=2,expert=3", "tensor=4", "data=5"):  # in as many shards, in more, and in fewer
       assert sent_as_bfloat16(params, 6, engine), engine
   print(json.dumps(reports))

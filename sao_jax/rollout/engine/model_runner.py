@@ -69,9 +69,11 @@ def _prepare(params: Params, *, model: CachedPolicy) -> Params:
   return model.prepare(params)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_pages", "page_size"))
-def _empty(*, model: CachedPolicy, num_pages: int, page_size: int) -> Cache:
-  """Makes an empty cache, directly on its devices: a page is a slot of `page_size` tokens."""
+@functools.partial(jax.jit, static_argnames=("spec", "num_pages", "page_size"))
+def _empty(*, spec: StepSpec, num_pages: int, page_size: int) -> Cache:
+  """Makes an empty cache, directly on its devices. For windows, a page is a slot of `page_size` tokens."""
+  model = spec.model.paged if spec.reads_pages else spec.model
+  assert model is not None
   return model.init_cache(num_pages, page_size)
 
 
@@ -146,11 +148,7 @@ class ModelRunner:
     self.flush()
     self._cache = None  # frees the old one first
     with dispatching(self._spec.model):
-      self._cache = (
-        ragged.empty(model=self._spec.model.paged, num_pages=self._num_pages, page_size=self._page_size)
-        if self._spec.reads_pages
-        else _empty(model=self._spec.model, num_pages=self._num_pages, page_size=self._page_size)
-      )
+      self._cache = _empty(spec=self._spec, num_pages=self._num_pages, page_size=self._page_size)
 
   def close(self) -> None:
     """Ends the thread."""

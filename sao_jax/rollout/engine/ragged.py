@@ -17,7 +17,7 @@ from sao_jax.rollout.engine.cache_manager import NULL_PAGE
 from sao_jax.rollout.engine.sampling import slot_noise
 from sao_jax.rollout.engine.step_spec import Row, StepSpec
 from sao_jax.rollout.engine.windows import DecodeState, pack_output, sample_step
-from sao_jax.types import Cache, PagedPolicy, Params, RaggedBatch
+from sao_jax.types import Cache, Params, RaggedBatch
 
 _HEADER = 4
 
@@ -47,12 +47,6 @@ def pack(rows: Sequence[Row], *, num_slots: int, num_tokens: int, max_pages: int
   packed[len(rows) :, 1] = end
   packed[-1, 0] = len(rows)
   return tokens, packed
-
-
-@functools.partial(jax.jit, static_argnames=("model", "num_pages", "page_size"))
-def empty(*, model: PagedPolicy, num_pages: int, page_size: int) -> Cache:
-  """Makes an empty cache, directly on its devices."""
-  return jax.tree.map(lambda x: jnp.zeros((num_pages, page_size, *x.shape), x.dtype), model.token_state())
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnums=1)
