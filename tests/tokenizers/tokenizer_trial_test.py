@@ -73,7 +73,7 @@ def template(copies):
     (normalize({"type": "Prepend", "prepend": "a" * 100_000}), "encoded text may be 1024 times as long"),
     (normalize(*[{"type": "ByteLevel"}] * 40), "encoded text may be 1024 times as long"),
     (normalize(*[replace("(?=a)", "a", "Regex")] * 40), "encoded text may be 1024 times as long"),
-    (normalize(replace("a", "x" * 1000)), r"encoding a text of 2001 characters, 'aaaaaaaaaa'\.\.\. gives 2000000 ids"),
+    (normalize(replace("a", "x" * 100)), r"encoding a text of 2001 characters, 'aaaaaaaaaa'\.\.\. gives 200000 ids"),
     ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 40}}, "encoded text may be 1024 times"),
     (decode(*[replace("x", "xx")] * 60), "decoded text may be 1024 times as long"),
     (decode(*[BYTE_LEVEL] * 60), "decoded text may be 1024 times as long"),

@@ -101,7 +101,7 @@ class WorkerPool:
     finally:
       with self._changed:
         self._idle.append(worker)
-        self._changed.notify()
+        self._changed.notify_all()  # `close` waits for all workers, and `_take` for one.
     return _value(reply)
 
   def close(self) -> None:
@@ -111,15 +111,17 @@ class WorkerPool:
       for worker in self._idle:
         worker.stop()
       self._idle, self._num_workers = [], 0
+      self._changed.notify_all()
 
   def _take(self) -> _Worker:
     with self._changed:
       wait_s = _BUSY_WAIT_S if self._num_workers else 0.0
-      if not self._changed.wait_for(lambda: self._idle, wait_s) and self._num_workers < self._max_workers:
-        self._num_workers += 1
-        return _Worker(self._module, self._memory_bytes, self._start_timeout_s)
-      self._changed.wait_for(lambda: self._idle)
-      return self._idle.pop()
+      if not self._changed.wait_for(lambda: self._idle, wait_s) and self._num_workers == self._max_workers:
+        self._changed.wait_for(lambda: self._idle or self._num_workers < self._max_workers)
+      if self._idle:
+        return self._idle.pop()
+      self._num_workers += 1
+      return _Worker(self._module, self._memory_bytes, self._start_timeout_s)
 
 
 def shared_pool(module: str, *, max_workers: int = 3, memory_bytes: int = 1 << 30) -> WorkerPool:

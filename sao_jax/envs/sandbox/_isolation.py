@@ -225,11 +225,20 @@ def has_outgrown(pid: int, directory: str, max_bytes: int, max_entries: int) -> 
   """Whether a process and its directory exceed the limits. Removed files that are open or mapped count too."""
   try:
     removed = _removed_bytes(pid, directory, max_bytes)
-  except PermissionError:  # Only the code can cause it, such as by running an unreadable program.
-    return True
+  except PermissionError:  # The code causes it, such as by running an unreadable program, unless it has not begun.
+    return _has_entered_session(pid)
   except (FileNotFoundError, ProcessLookupError):  # It has ended.
     return False
   return removed > max_bytes or is_larger(directory, max_bytes - removed, max_entries)
+
+
+def _has_entered_session(pid: int) -> bool:
+  """Whether a process has passed the part of `enter_session` in which it cannot be inspected."""
+  try:
+    with open(f"/proc/{pid}/status") as file:
+      return "NoNewPrivs:\t1" in file.read()
+  except (FileNotFoundError, ProcessLookupError):
+    return False
 
 
 def _removed_bytes(pid: int, directory: str, max_bytes: int) -> int:
@@ -375,7 +384,7 @@ def enter_session(settings: dict[str, Any], session: int, report: dict[str, bool
   die_with_parent()  # The change of user resets this and the next setting.
   if not report["namespaces"]:
     call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that its open files can be inspected
-  call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+  call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # From here on it can be inspected: see `_has_entered_session`.
   if not report["namespaces"] and report["landlock"]:
     _restrict_files(settings["landlock_rights"] | {directory: _LANDLOCK_ALL})
   if report["seccomp"]:

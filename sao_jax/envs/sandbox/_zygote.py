@@ -24,7 +24,10 @@ Listener: TypeAlias = Callable[[bytes], bytes | None]
 """Returns the reply to a message of running code; None ends the interpreter."""
 
 MAX_MESSAGE_BYTES = 1 << 20
-_START_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 120.0
+"""Time for the process and its first sessions to start, including the import of packages, on a busy machine."""
+_TAKE_TIMEOUT_S = 20.0
+"""Time for a later session to take its code."""
 _BOOT = """
 import json, sys, types
 settings = json.loads(sys.argv[1])
@@ -67,6 +70,7 @@ class Interpreter:
           return "breach"
         if answer[8:] == b"S" and not taken:
           taken = self._used = True
+          self._deadline = time.monotonic() + wall_s
           continue
         if answer[8:] in (b".", b"T"):
           return "threads" if answer[8:] == b"T" else ""
@@ -97,7 +101,7 @@ class Interpreter:
       try:
         part = self._connection.recv(size - len(data))
       except TimeoutError:
-        if self._used or time.monotonic() > start + _START_TIMEOUT_S:
+        if self._used or time.monotonic() > start + _TAKE_TIMEOUT_S:
           raise
         # A busy machine has not started the code yet, so its time has not begun.
         self._deadline = time.monotonic() + wall_s
@@ -184,6 +188,7 @@ class Zygote:
       message = b""
     if not message:
       raise RuntimeError(f"The tool's process did not start: {self.last_words()}")
+    self._control.settimeout(_TAKE_TIMEOUT_S)
     return dict(json.loads(message))
 
   def _probe(self) -> None:

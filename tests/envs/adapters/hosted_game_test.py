@@ -30,9 +30,9 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
-def game(pool: WorkerPool, *, move_timeout_s: float = LONG_S, first: int = 0) -> HostedGame:
+def game(pool: WorkerPool, *, first: int = 0) -> HostedGame:
   make = functools.partial(make_counting_game, first)
-  return HostedGame(make, max_turns=20, template=Template(), move_timeout_s=move_timeout_s, workers=pool)
+  return HostedGame(make, max_turns=20, template=Template(), move_timeout_s=LONG_S, workers=pool)
 
 
 def test_it_says_what_the_game_says(pool: WorkerPool) -> None:
@@ -45,14 +45,16 @@ def test_it_says_what_the_game_says(pool: WorkerPool) -> None:
 
 
 def test_a_move_that_never_ends_truncates_its_episode_and_others_go_on(pool: WorkerPool) -> None:
-  patient, hasty = game(pool), game(pool, move_timeout_s=0.5)
+  patient, hasty = game(pool), game(pool)
   patient.reset(0)
   patient.step("1<|end|>")
   hasty.reset(5)
   assert hasty.step("6<|end|>").reward == 0.5
   before = pool.timeouts
   began = time.perf_counter()
+  hasty._move_timeout_s = 0.5
   step = hasty.step("think<|end|>")
+  hasty._move_timeout_s = LONG_S
   assert time.perf_counter() - began < LONG_S and pool.timeouts == before + 1
   assert step.done and step.truncated and step.reward == 0.0 and not step.info["success"]
   assert "it took more than 0.5 s" in step.info["scorer_error"]
@@ -140,8 +142,7 @@ def test_exceptions_of_a_game(pool: WorkerPool) -> None:
     env.reset(-1)
   with pytest.raises(ValueError, match=r"method must be one of .*received 'succeeded'"):
     env.ask("succeeded")
-  slow = HostedGame(
-    functools.partial(make_counting_game, 0), max_turns=20, template=Template(), start_timeout_s=0.5, workers=pool
-  )
+  slow = game(pool)
+  slow._start_timeout_s = 0.5
   with pytest.raises(NoReplyError, match=r"took more than 0\.5 s"):
     slow.reset(1_000)

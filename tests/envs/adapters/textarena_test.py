@@ -175,12 +175,14 @@ def test_countdown_is_won_by_a_way_to_its_target() -> None:
 def test_a_move_that_a_game_never_ends_truncates_one_episode() -> None:
   config = TextArenaConfig(game="GuessTheNumber-v0", move_timeout_s=0.5)
   hasty, patient, other = textarena_factory(config)(), make("GuessTheNumber-v0"), make("GuessTheNumber-v0")
+  hasty._workers.close()  # type: ignore[attr-defined]  # Other tests may have left several processes.
   for env in (patient, other):
     env.reset(3)
     env.step("[1]<|end|>")
   expected = other.step("[2]<|end|>")
   hasty.reset(3)
-  os.kill(hasty._workers._idle[0].process.popen.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+  (worker,) = hasty._workers._idle  # type: ignore[attr-defined]
+  os.kill(worker.process.popen.pid, signal.SIGSTOP)
   step = hasty.step("[1]<|end|>")
   assert step.done and step.truncated and step.reward == 0.0 and "it took more than" in step.info["scorer_error"]
   assert patient.step("[2]<|end|>") == expected  # played again in a new process

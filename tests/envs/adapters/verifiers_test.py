@@ -156,9 +156,11 @@ class Nasty(Echo):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("answer", "reason"), [("spin", "it took more than 1 s"), ("die", "its process ended")])
-def test_an_answer_that_is_never_scored_scores_nothing_in_time(answer: str, reason: str) -> None:
-  env = VerifiersTask(VerifiersConfig(score_timeout_s=1.0), [Nasty(Data(prompt="x", target="x"))])
+@pytest.mark.parametrize(
+  ("answer", "limit_s", "reason"), [("spin", 1.0, "it took more than 1 s"), ("die", LONG_S, "its process ended")]
+)
+def test_an_answer_that_is_never_scored_scores_nothing_in_time(answer: str, limit_s: float, reason: str) -> None:
+  env = VerifiersTask(VerifiersConfig(score_timeout_s=limit_s), [Nasty(Data(prompt="x", target="x"))])
   env.reset(0)
   began = time.perf_counter()
   step = env.step(f"{answer}<|end|>")

@@ -14,7 +14,7 @@ import pytest
 
 from sao_jax.envs.grading.scoring_process import NoReplyError, WorkerError, WorkerPool, shared_pool
 from sao_jax.utils.extras import MissingExtraError
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -168,6 +168,7 @@ def test_a_busy_process_is_joined_by_another_one(pool: WorkerPool) -> None:
 
   slow = threading.Thread(target=work)
   slow.start()
+  until(lambda: not pool._idle)
   try:
     assert ask(pool, "pid") != first
     assert slow.is_alive() and pool._num_workers == 2
@@ -175,6 +176,27 @@ def test_a_busy_process_is_joined_by_another_one(pool: WorkerPool) -> None:
     os.kill(first, signal.SIGKILL)
     slow.join(LONG_S)
   assert not slow.is_alive()
+
+
+def test_a_caller_that_waits_while_the_pool_is_closed_is_answered(folder: pathlib.Path) -> None:
+  pool = WorkerPool("odd_worker", max_workers=1)
+  pid = ask(pool, "pid")
+
+  def work() -> None:
+    with pytest.raises(NoReplyError):
+      ask(pool, "sleep", 1_000)
+
+  answers: list[Any] = []
+  calls = (work, pool.close, lambda: answers.append(ask(pool, "echo", 5)))
+  threads = [threading.Thread(target=call, daemon=True) for call in calls]
+  for number, thread in enumerate(threads):
+    thread.start()
+    until((lambda: not pool._idle) if number == 0 else (lambda n=number: len(pool._changed._waiters) == n))  # type: ignore[misc]
+  os.kill(pid, signal.SIGKILL)
+  for thread in threads:
+    thread.join(LONG_S)
+  assert answers == [5]
+  pool.close()
 
 
 def test_many_threads_share_the_processes(pool: WorkerPool) -> None:

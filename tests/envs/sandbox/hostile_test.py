@@ -7,9 +7,11 @@ import dataclasses
 import gc
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -405,6 +407,36 @@ def test_a_session_that_holds_little_lives_on(patient_tool: PythonTool) -> None:
     for _ in range(3):  # checked several times
       time.sleep(0.3)
       assert session.run("len(kept)") == "1\n"
+
+
+@pytest.mark.parametrize("entered", [False, True])
+def test_a_session_that_cannot_be_inspected_has_outgrown_once_it_has_entered(
+  entered: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def refuse(*args: object) -> int:
+    raise PermissionError
+
+  monkeypatch.setattr(_isolation, "_removed_bytes", refuse)
+  enter = "ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)" if entered else "None"
+  code = f"import ctypes, sys; {enter}; print(flush=True); sys.stdin.read()"
+  with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    assert process.stdout is not None and process.stdout.readline() == b"\n"
+    assert _isolation.has_outgrown(process.pid, str(tmp_path), 1 << 20, 10) == entered
+    process.kill()
+  assert not _isolation.has_outgrown(process.pid, str(tmp_path), 1 << 20, 10)
+
+
+def test_the_time_of_code_counts_from_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+  clock = [0.0]
+  monkeypatch.setattr(_zygote, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+  ours, theirs = socket.socketpair()
+  with ours, theirs, concurrent.futures.ThreadPoolExecutor(1) as pool:
+    interpreter = _zygote.Interpreter(1, None, ours, 0)  # type: ignore[arg-type]
+    pending = pool.submit(interpreter.call, b"pass", LONG_S)
+    nonce = theirs.recv(16)[:8]
+    clock[0] = 50.0
+    theirs.sendall(nonce + b"S" + nonce + b".")
+    assert pending.result(LONG_S) == "" and interpreter._deadline == 50.0 + LONG_S
 
 
 def test_directories_are_removed_however_deep_and_closed(tmp_path: pathlib.Path) -> None:

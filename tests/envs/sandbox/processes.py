@@ -41,16 +41,20 @@ def descendants(root: int) -> set[int]:
 
 
 def kill_descendants(root: int) -> None:
-  """Lists a process and its descendants."""
+  """Kills a process and its descendants."""
   for pid in descendants(root):
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
       os.kill(pid, signal.SIGKILL)
 
 
 def kill_named(root: int, name: str) -> None:
-  """Returns the first process with a name among a process and its descendants."""
-  pids = [pid for pid in sorted(descendants(root)) if pathlib.Path(f"/proc/{pid}/comm").read_text().strip() == name]
-  os.kill(pids[0], signal.SIGKILL)
+  """Kills the outermost process with a name among a process and its descendants."""
+  parents, named = _parents(), set()
+  for pid in descendants(root):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+      if pathlib.Path(f"/proc/{pid}/comm").read_text().strip() == name:
+        named.add(pid)
+  os.kill(next(pid for pid in named if parents.get(pid) not in named), signal.SIGKILL)
 
 
 def with_marker(marker: str) -> set[int]:
