@@ -123,7 +123,7 @@ def check_engine_mesh(name: str, params: Params, mesh: Mesh | AbstractMesh) -> N
   except ValueError as error:
     for axis in ("tensor", "expert"):
       allowed = [n for n in range(1, mesh.size + 1) if _splits(params, {**dict.fromkeys(ENGINE_AXES, 1), axis: n})]
-      if mesh.shape[axis] not in allowed:
+      if allowed and mesh.shape[axis] not in allowed:  # None is, if the table has no rule for a parameter.
         raise ValueError(f"{name}.{axis} must be one of {allowed}; received {mesh.shape[axis]}: {error}") from error
     raise
 

@@ -72,6 +72,12 @@ def test_a_models_sizes_limit_the_axes(text, message):
     check_engine_mesh("rollout_mesh", shapes, mesh)
 
 
+def test_a_parameter_without_a_rule_is_named():
+  shapes = {"mystery": {"weights": jax.ShapeDtypeStruct((4, 4), "float32")}}
+  with pytest.raises(ValueError, match=r"^no sharding rule matches 'mystery/weights' of shape \(4, 4\)"):
+    check_engine_mesh("rollout_mesh", shapes, AbstractMesh((1, 2, 1), ENGINE_AXES))
+
+
 def test_settings_are_checked():
   with pytest.raises(ValueError, match="num_engines must be 1 with placement='colocated'; received 2"):
     RolloutMeshConfig(num_engines=2)
