@@ -102,7 +102,7 @@ def run(monkeypatch):
       lines = [f"{key} = {value!r}" for key, value in parameters.items()]
       notebook.cells.insert(index + 1, nbformat.v4.new_code_cell("\n".join([*lines, code])))
     place = {"metadata": {"path": str(COLAB)}}
-    NotebookClient(notebook, timeout=None, kernel_name="python3", resources=place).execute()
+    NotebookClient(notebook, timeout=None, startup_timeout=600, kernel_name="python3", resources=place).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     data = [output.get("data", {}) for output in outputs]
     shown = [x.get("text/html") or x.get("text/markdown") or "" for x in data]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import matplotlib.font_manager  # noqa: F401 (makes the font cache, of which the command would else print a line)
 import pytest
 from absl import app
 
@@ -94,7 +95,7 @@ def test_own_exceptions_are_told(tmp_path: pathlib.Path) -> None:
 )
 def test_a_command_ends_with_the_line(arguments: list[str], line: str, tmp_path: pathlib.Path) -> None:
   done = subprocess.run(
-    [sys.executable, "-m", "experiments.plots", *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+    [sys.executable, "-m", "experiments.plots", *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=500,
     env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, check=False,
   )  # fmt: skip
   assert done.returncode == 1 and done.stderr.count("\n") == 1 and done.stderr.startswith("plots: ")

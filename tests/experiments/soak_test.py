@@ -11,7 +11,7 @@ from experiments import soak
 from experiments.tasks.overload import Scenario, Times
 from sao_jax.rollout import TrajectoryQueue, schedules
 
-TIMES = Times(minutes=0.08, slow_tool_s=0.3, stall_every_s=2.0, stall_s=0.3, env_timeout_s=0.6)
+TIMES = Times(minutes=0.08, slow_tool_s=0.3, stall_every_s=2.0, stall_s=0.3, env_timeout_s=2.0)
 
 
 def rows(**changed):

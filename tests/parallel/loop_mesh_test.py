@@ -81,4 +81,5 @@ def test_the_asynchronous_schedule_runs(root: pathlib.Path, name: str) -> None:
   assert [row["step"] for row in learner] == [1, 2]
   for row in learner:
     assert row["trajectories"] == 16 and row["failed_episodes"] == 0 and row["staleness_max"] <= 8
-    assert row["rollout_tokens_per_s"] > 0 and math.isfinite(row["policy_loss"])
+    assert row["rollout_tokens_per_s"] >= 0 and math.isfinite(row["policy_loss"])
+  assert sum(row["rollout_tokens_per_s"] for row in learner) > 0  # A batch may have waited for the learner.

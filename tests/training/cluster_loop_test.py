@@ -79,7 +79,7 @@ def test_a_learner_of_two_processes_with_two_engines_on_meshes(tmp_path: pathlib
     assert result["summary"] == results[0]["summary"] and result["summary"]["failed_episodes"] == 0
     counters = result["counters"]
     assert counters["weight_checksum_mismatches"] == 0 and counters["engine_restarts"] == 0
-    assert counters["weight_transfers"] > 2 and counters["tokens_generated"] > 0
+    assert counters["weight_transfers"] >= 1 and counters["tokens_generated"] > 0
 
 
 def test_a_cluster_needs_a_way_to_make_domains() -> None:

@@ -218,7 +218,9 @@ def test_async_bounds_staleness_and_counts(max_staleness: int, tmp_path: pathlib
 
 def test_async_overlaps_engine_and_learner(tmp_path: pathlib.Path) -> None:
   engine = dataclasses.replace(tiny_config().engine, env_workers=8, env_timeout_s=30.0, chunk_steps=1)
-  config = tiny_config(schedule="async", max_staleness=8, engine=engine, num_steps=12, eval_episodes=0, **NO_STAGES)
+  config = tiny_config(
+    schedule="async", max_staleness=8, queue_capacity=1_000, engine=engine, num_steps=12, eval_episodes=0, **NO_STAGES
+  )
   loop.train(config, tiny_domain(sleep_s=0.02), tmp_path)
   rows, _ = read_metrics(tmp_path)
   assert max(row["mixed_version_fraction"] for row in rows) > 0
