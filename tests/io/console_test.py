@@ -62,7 +62,7 @@ def test_brackets_are_not_markup_and_tables_are_drawn():
   assert out.getvalue().startswith("[bold]a[/bold]\n") and "sao" in out.getvalue()
 
 
-def test_a_first_step_is_told_of_before_and_after():
+def test_a_first_step_is_told_of_before_and_after(no_time_passes):
   out = io.StringIO()
   voice = console.Console(file=out)
   with voice.compiling("the step"):

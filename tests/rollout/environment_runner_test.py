@@ -174,6 +174,23 @@ def test_a_fault_fails_only_its_episode(fault, env_workers, caplog, monkeypatch)
   assert len(made) >= 6
 
 
+def test_an_environment_is_closed_if_its_episode_fails_as_the_last_of_a_call():
+  made = []
+
+  class Env(Odd):
+    respond = staticmethod(raises(RuntimeError("tool died")))
+
+    def __init__(self):
+      super().__init__(2)
+      made.append(self)
+
+  with build(Env, env_workers=3) as engine:
+    for last in (1, 4, 7):
+      assert list(engine.generate(eager, [requests(9)[last]])) == []
+    assert engine.counters["failed_by_kind"] == {"step_error": 3}
+  assert [x.closed for x in made] == [1] * len(made)
+
+
 def test_faults_of_reset_and_of_the_factory():
   calls = [0]
 
@@ -314,7 +331,7 @@ def test_a_hanging_environment_is_abandoned_and_replaced(count):
 
   # Three of them hang, on two threads. Abandoned threads must be replaced.
   began = time.monotonic()
-  with build(Hangs, env_workers=2, env_timeout_s=1.0) as engine:
+  with build(Hangs, env_workers=2, env_timeout_s=3.0) as engine:
     done = list(engine.generate(eager, requests(count)))
     assert engine.counters["failed_by_kind"] == {"timeout": 3}
   assert time.monotonic() - began < LONG_S

@@ -98,12 +98,14 @@ class EnvironmentRunner:
     return self._responses(done)
 
   def abandon_all(self) -> None:
-    """Abandons running calls; their threads close the environments."""
-    for task, sequence in self._tasks.items():
-      if self._workers.abandon(task) and sequence is not None:
-        sequence.holder = self.new_holder()
-    self._tasks.clear()
-    self._workers.poll()
+    """Abandons the calls of sequences; their threads close the environments. Those that are being closed go on."""
+    for task, sequence in list(self._tasks.items()):
+      if sequence is not None:
+        del self._tasks[task]
+        if self._workers.abandon(task):
+          sequence.holder = self.new_holder()
+    for task in self._workers.poll():
+      self._tasks.pop(task, None)
 
   def close(self, sequences: Collection[Sequence]) -> None:
     """Abandons running calls, closes the idle environments of `sequences` and ends the threads."""

@@ -59,7 +59,8 @@ class LoopThread:
     self._loop.run_forever()
     if left := asyncio.all_tasks(self._loop):
       for task in left:
-        task.cancel()
+        if not task.cancelling():  # A second cancellation would interrupt its clean-up.
+          task.cancel()
       self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     self._loop.run_until_complete(self._loop.shutdown_asyncgens())
     self._loop.close()

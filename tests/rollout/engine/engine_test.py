@@ -53,7 +53,8 @@ def fixed(_chunk: int):
 
 
 def switching(chunk: int):
-  return PARAMS[chunk // 2], chunk // 2
+  version = min(chunk // 2, max(PARAMS))
+  return PARAMS[version], version
 
 
 def same(a, b) -> bool:

@@ -64,7 +64,7 @@ def test_a_slot_that_waits_for_its_tool_keeps_its_cache(streams):
 def test_more_episodes_than_slots_sample_the_same():
   with engine(lambda: Slow(3), **WIDE) as e:
     want = list(e.generate(fixed, requests(18), seed=3))
-  with engine(lambda: Slow(3), **SETTINGS) as e:
+  with engine(lambda: Slow(3), **{**SETTINGS, "cache_tokens": 96}) as e:
     done = list(e.generate(fixed, requests(18), seed=3))
     counters = e.counters
   assert same(want, done)
@@ -131,7 +131,8 @@ def test_a_shared_prefix_is_prefilled_once_per_version():
 @pytest.mark.parametrize("streams", [1, 2])
 def test_no_token_is_sampled_from_a_cache_of_another_version(env, streams):
   """The policy samples only MARK when it reads an entry of other weights than its own."""
-  with engine(lambda: env(4), recompute_cache_on_update=True, num_streams=streams, **SETTINGS) as e:
+  scarce = {**SETTINGS, "cache_tokens": 96 * streams}
+  with engine(lambda: env(4), recompute_cache_on_update=True, num_streams=streams, **scarce) as e:
     done = list(e.generate(switching, requests(24)))
     counters = e.counters
   assert len(done) == 24 and any(x.mixed_versions for x in done)

@@ -88,12 +88,14 @@ class Run:
 
   def take(self, n: int) -> list[Trajectory]:
     taken: list[Trajectory] = []
-    for _ in range(WAITS):
+    waits = 0
+    while len(taken) < n:
       self.thread.check()
-      taken += self.queue.get_batch(0, timeout=0.1) or []
-      if len(taken) == n:
-        return taken
-    raise AssertionError(f"{len(taken)} of {n} episodes came; {self.cluster.counters}")
+      batch = self.queue.get_batch(0, timeout=0.1)
+      taken += batch or []
+      waits = 0 if batch else waits + 1
+      assert waits < WAITS, f"{len(taken)} of {n} episodes came; {self.cluster.counters}"
+    return taken
 
 
 @contextlib.contextmanager
@@ -127,7 +129,11 @@ def by_id(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 
 def assert_gone(pids: set[int]) -> None:
-  _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=LONG_S)
+  found = []
+  for pid in pids:
+    with contextlib.suppress(psutil.NoSuchProcess):
+      found.append(psutil.Process(pid))
+  _, alive = psutil.wait_procs(found, timeout=LONG_S)
   assert not alive
 
 
@@ -232,7 +238,12 @@ def test_faults_while_weights_are_on_their_way(tmp_path: pathlib.Path, monkeypat
     done: list[Trajectory] = []
 
     def reach(version: int) -> None:
-      while len(engines) < 2 or not all(x.weights.version == version for x in engines):
+      """Waits until both engines have the version and an episode has tokens of it."""
+      while (
+        len(engines) < 2
+        or not all(x.weights.version == version for x in engines)
+        or not any((x.versions == version).any() for x in done)
+      ):
         done.extend(run.take(1))
 
     reach(0)
@@ -258,7 +269,7 @@ def test_faults_while_weights_are_on_their_way(tmp_path: pathlib.Path, monkeypat
 
 def test_an_engine_that_hangs_is_replaced_and_an_episode_that_kills_its_engines_fails_alone(tmp_path: pathlib.Path):
   make_engine = functools.partial(cluster_engines.make_engine, deadly_task=2, hung=tmp_path / "hung")
-  with running(make_engine, 12, num_engines=1, max_restarts=3, silence_timeout_s=6.0) as run:
+  with running(make_engine, 12, num_engines=1, max_restarts=3, silence_timeout_s=20.0) as run:
     done = run.take(11)
     wait_until(lambda: run.failed)
   assert_gone({int((tmp_path / "hung").read_text())})

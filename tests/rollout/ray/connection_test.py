@@ -12,7 +12,7 @@ import pytest
 from sao_jax.rollout.ray import connection
 from sao_jax.rollout.ray.config import ClusterConfig
 from sao_jax.rollout.ray.connection import RayConnection
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, free_port
 
 
 class FakeRay:
@@ -114,18 +114,18 @@ def test_a_ray_of_the_process_is_used_and_left_alone(monkeypatch: pytest.MonkeyP
 
 
 def test_a_head_that_comes_back_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
-  with socket.create_server(("127.0.0.1", 0)) as head:
-    port = head.getsockname()[1]
+  with free_port() as port:
     ray = FakeRay(None, head=f"127.0.0.1:{port}")
-    connection = connect(monkeypatch, ray, head_timeout_s=3.0)
-    connection.check(1.0)
-  for _ in range(3):  # found lost, then for 1 and 2 seconds
-    connection.check(1.0)
-  with socket.create_server(("127.0.0.1", port)):
-    connection.check(1.0)
-  for _ in range(3):
-    connection.check(1.0)
-  with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port}, was unreachable for 3\.0 s .*head_timeout_s"):
-    connection.check(1.0)
+    with socket.create_server(("127.0.0.1", port)):
+      connection = connect(monkeypatch, ray, head_timeout_s=3.0)
+      connection.check(1.0)
+    for _ in range(3):  # found lost, then for 1 and 2 seconds
+      connection.check(1.0)
+    with socket.create_server(("127.0.0.1", port)):
+      connection.check(1.0)
+    for _ in range(3):
+      connection.check(1.0)
+    with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port}, was unreachable for 3\.0 s .*head_timeout_s"):
+      connection.check(1.0)
   connection.close()
   assert not ray.up

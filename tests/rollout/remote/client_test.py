@@ -16,7 +16,7 @@ from sao_jax.rollout.server.completions import Completions
 from tests.rollout.fakes import POLICY, STOP, VOCAB, make_params
 from tests.rollout.http_server import ENGINE, call, save_table, serving
 from tests.rollout.remote.engine_test import FakeServer, good_sglang, good_vllm
-from tests.waiting import LONG_S, until
+from tests.waiting import LONG_S, free_port, until
 
 PROMPT = [5, 6, 7]
 GOOD = {"sglang": good_sglang, "vllm": good_vllm}
@@ -127,11 +127,10 @@ def test_a_server_that_stays_away_ends_the_run_after_some_seconds(tmp_path):
     finally:
       await client.close()
 
-  with FakeServer(None) as fake:
-    url = fake.url
   began = time.monotonic()
-  with pytest.raises(ServerError, match=r"failed for RemoteConfig\.wait_s = 0\.5 s; the last time: .*/v1/models"):
-    asyncio.run(publish(url))
+  match = r"failed for RemoteConfig\.wait_s = 0\.5 s; the last time: .*/v1/models"
+  with free_port() as port, pytest.raises(ServerError, match=match):
+    asyncio.run(publish(f"http://127.0.0.1:{port}"))
   assert time.monotonic() - began >= 0.5
 
 
@@ -142,6 +141,7 @@ def test_one_question_for_the_label_answers_for_many_completions(tmp_path):
     def serve(self, handler, body):
       if handler.path == "/weight_info":
         self.asked += 1
+        until(lambda: len(self.requests) == 20)  # however slowly they arrive
         time.sleep(0.3)
       return super().serve(handler, body)
 

@@ -13,7 +13,6 @@ import re
 import socket
 import threading
 import time
-from urllib.parse import urlsplit
 
 import jax
 import numpy as np
@@ -39,7 +38,7 @@ from tests.rollout.fakes import STOP, CharTokenizer, Echo, assert_logps_true, ma
 from tests.rollout.http_server import Process, save_table, serving
 from tests.tiny_domain import TinyTokenizer, tiny_domain
 from tests.training.loop_test import tiny_config
-from tests.waiting import LONG_S, until
+from tests.waiting import LONG_S, free_port, until
 
 PARAMS = {v: make_params(v) for v in range(40)}
 BOTH = pytest.mark.parametrize("protocol", ["sglang", "vllm"])
@@ -186,30 +185,31 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path):
     f"--checkpoint={tmp_path / 'checkpoint'}", f"--stop_ids={STOP}", "--num_slots=4",
     "--max_len=64", "--chunk_steps=2", f"--weights_root={tmp_path / 'weights'}",
   ]  # fmt: skip
-  server = Process(*arguments, "--port=0", log=tmp_path / "log")
   done = []
-  try:
-    with remote(
-      server.url,
-      tmp_path / "weights",
-      make_env=lambda: LastOnesWait(3),
-      tokenizer=WideTokenizer(),
-      save=save,
-      attempts=1000,
-      max_len=64,
-    ) as engine:
-      # The restarted server has the checkpoint's weights, not these.
-      episodes = engine.generate(lambda _: (versions[1], 1), requests(16))
-      done += itertools.islice(episodes, 3)
-      server.kill()
+  with free_port() as port:
+    server = Process(*arguments, f"--port={port}", log=tmp_path / "log")
+    try:
+      with remote(
+        server.url,
+        tmp_path / "weights",
+        make_env=lambda: LastOnesWait(3),
+        tokenizer=WideTokenizer(),
+        save=save,
+        attempts=1000,
+        max_len=64,
+      ) as engine:
+        # The restarted server has the checkpoint's weights, not these.
+        episodes = engine.generate(lambda _: (versions[1], 1), requests(16))
+        done += itertools.islice(episodes, 3)
+        server.kill()
+        killed.set()
+        until(lambda: engine.counters["failed_attempts"] >= 3)
+        server = Process(*arguments, f"--port={port}", log=tmp_path / "log")
+        done += episodes
+        assert engine.counters["failed_episodes"] == 0
+    finally:
       killed.set()
-      until(lambda: engine.counters["failed_attempts"] >= 3)
-      server = Process(*arguments, f"--port={urlsplit(server.url).port}", log=tmp_path / "log")
-      done += episodes
-      assert engine.counters["failed_episodes"] == 0
-  finally:
-    killed.set()
-    server.kill()
+      server.kill()
   assert sorted(x.episode_id for x in done) == list(range(16))
   logits = jax.jit(models.policy_logits(model))
   for x in done:
@@ -241,7 +241,10 @@ class FakeServer:
         pass
 
     self._respond = respond
-    self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(http.server.ThreadingHTTPServer):
+      request_queue_size = 128  # With 5, clients that connect at once are let in after seconds.
+
+    self._server = Server(("127.0.0.1", 0), Handler)
     self._server.daemon_threads = True
     self.url = f"http://127.0.0.1:{self._server.server_port}"
     self._label = "default"
@@ -376,7 +379,7 @@ PASSING = {
   "cut": lambda count: None,
   "not_json": lambda count: (200, b'{"meta_info": {"finish'),
   "html": lambda count: (502, b"<html>Bad Gateway</html>"),
-  "hang": lambda count: time.sleep(3.0),
+  "hang": lambda count: time.sleep(8.0),
 }
 
 
@@ -392,7 +395,7 @@ def test_passing_errors_are_retried_and_then_end_the_run(root, case):
     return 200, good_sglang(body, label)
 
   broken = False
-  timeout_s = 1.0 if case == "hang" else LONG_S
+  timeout_s = 4.0 if case == "hang" else LONG_S
   with FakeServer(respond) as fake, remote(fake.url, root, attempts=3, timeout_s=timeout_s, num_slots=1) as engine:
     done = list(engine.generate(fixed, requests(3)))
     assert sorted(x.episode_id for x in done) == [0, 1, 2] and engine.counters["failed_attempts"] == 2
@@ -648,7 +651,7 @@ def test_faults_of_environments_fail_their_episode_alone(url, root):
 
   failed = []
   eager = make_params(0, stop_bias=50.0)
-  with remote(url, root, make_env=Env, env_timeout_s=1.0, reset_retries=1) as engine:
+  with remote(url, root, make_env=Env, env_timeout_s=3.0, reset_retries=1) as engine:
     done = list(engine.generate(lambda _: (eager, 0), requests(12), on_failure=failed.append))
     counters = engine.counters
     release.set()
@@ -686,7 +689,7 @@ def test_environments_whose_close_hangs_do_not_block(url, root):
 
   eager = make_params(0, stop_bias=50.0)
   began = time.monotonic()
-  with remote(url, root, make_env=lambda: Env(1), env_workers=2, env_timeout_s=1.0) as engine:
+  with remote(url, root, make_env=lambda: Env(1), env_workers=2, env_timeout_s=3.0) as engine:
     done = list(engine.generate(lambda _: (eager, 0), requests(15)))
     assert engine.counters["failed_by_kind"] == {"step_error": 5}
     release.set()
@@ -717,7 +720,7 @@ def test_what_does_not_close_is_left_behind_and_logged(url, root, what, monkeypa
     began = time.monotonic()
   assert time.monotonic() - began < LONG_S
   logged = [x.getMessage() for x in caplog.records if x.name == remote_module.__name__]
-  assert len(logged) == 1 and logged[0].startswith(what)
+  assert sum(x.startswith(what) for x in logged) == 1  # A busy machine may leave the other behind, too.
   assert not list(root.iterdir())
   release.set()
 

@@ -29,6 +29,31 @@ def test_close_lets_running_tasks_release_what_they_hold():
   assert released.is_set()
 
 
+def test_close_does_not_interrupt_the_clean_up_of_a_task():
+  cleaning, go_on, released = threading.Event(), asyncio.Event(), threading.Event()
+
+  async def hold() -> None:
+    try:
+      await asyncio.sleep(LONG_S)
+    finally:
+      cleaning.set()
+      await go_on.wait()
+      released.set()
+
+  async def main() -> None:
+    task = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(0.1, go_on.set)
+
+  loop = LoopThread()
+  loop.call(main())
+  assert cleaning.wait(LONG_S)
+  loop.close()
+  assert released.is_set()
+
+
 def test_close_twice():
   loop = LoopThread()
   loop.close()
