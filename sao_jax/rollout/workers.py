@@ -98,14 +98,15 @@ class Workers:
     """Abandons a task and the thread that is stuck in it; a new thread replaces it. False if the task has ended."""
     if not task.abandon():
       return False
-    self._live.discard(self._busy.pop(task, threading.current_thread()))
+    if (thread := self._busy.pop(task, None)) is not None:
+      self._live.discard(thread)
     # Queued tasks need a thread now: there may be no further `submit` to start one.
     if not self._closed and not self._todo.empty() and len(self._live) < self._num_threads:
       self._start_thread()
     return True
 
   def close(self) -> None:
-    """Ends idle threads. Does not wait for busy ones."""
+    """Ends the threads once they have run the queued tasks. Does not wait for them."""
     self._closed = True
     for _ in self._live:
       self._todo.put(None)
@@ -123,9 +124,7 @@ class Workers:
       if task is None:
         return
       self._busy[task] = thread
-      wanted = task.run()
-      self._busy.pop(task, None)
-      if wanted:
+      if task.run():
         self._finished.put(task)
-      if self._closed or thread not in self._live:
-        return  # it was abandoned, and replaced, while it hung
+      if self._busy.pop(task, None) is None:
+        return  # It was abandoned, and replaced, while it hung.
