@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -148,8 +149,16 @@ def result_of(
 
 def failed_by_kind(engine: RolloutEngine | MultiProcessRollouts) -> collections.Counter[str]:
   """Returns the engine's failed episodes so far, by kind. Every process must call it."""
-  counters = engine.counters() if isinstance(engine, MultiProcessRollouts) else engine.counters
-  return collections.Counter(counters["failed_by_kind"])
+  return collections.Counter(_counters(engine)["failed_by_kind"])
+
+
+def answered_episodes(engine: RolloutEngine | MultiProcessRollouts) -> int:
+  """Returns the number of trajectories so far with an answer of the environment. Every process must call it."""
+  return int(_counters(engine)["episodes_answered"])
+
+
+def _counters(engine: RolloutEngine | MultiProcessRollouts) -> Mapping[str, Any]:
+  return engine.counters() if isinstance(engine, MultiProcessRollouts) else engine.counters
 
 
 def check_failures(result: Evaluation, max_failed_share: float) -> None:

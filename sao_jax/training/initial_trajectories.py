@@ -14,7 +14,7 @@ from sao_jax.parallel.distributed import is_main_process
 from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.rollout.failures import by_count, check_share
 from sao_jax.training.components import Components
-from sao_jax.training.evaluation import failed_by_kind
+from sao_jax.training.evaluation import answered_episodes, failed_by_kind
 from sao_jax.training.health import RunStoppedError
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Params, Trajectory
@@ -42,7 +42,7 @@ def initial_trajectories(
 
   Raises:
     RunStoppedError: every episode failed.
-    TooManyFailuresError: more than `EngineConfig.max_failed_share` of them failed.
+    TooManyFailuresError: more than `EngineConfig.max_failed_share` of those failed in which the environment was called.
   """
   config = parts.config
   path = folder / "partial" / "initial_trajectories.safetensors"
@@ -60,7 +60,7 @@ def initial_trajectories(
   with signals.interruptible(emergency_checkpoint=keep):
     weights = parts.for_engine(policy)
   requests = _requests(parts, {x.episode_id for x in done})
-  before = failed_by_kind(parts.rollouts)
+  before, answered_before = failed_by_kind(parts.rollouts), answered_episodes(parts.rollouts)
   try:
     title = "initial trajectories"
     with (
@@ -90,8 +90,9 @@ def initial_trajectories(
       f"None of {count} episodes for value pretraining gave a trajectory: {by_count(failures)}. The first failure of "
       "each kind is logged above."
     )
-  share = config.engine.max_failed_share
-  check_share(failures, len(requests), share, "episodes for value pretraining failed.")
+  total = failures.total() + answered_episodes(parts.rollouts) - answered_before
+  what = "episodes for value pretraining in which the environment was called failed."
+  check_share(failures, total, config.engine.max_failed_share, what)
   done.sort(key=lambda x: x.episode_id)  # the order of completion depends on the machine's speed; this one does not
   if is_main_process():
     trajectory_arrays.save(path, trajectory_arrays.to_arrays(done))

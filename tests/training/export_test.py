@@ -94,7 +94,7 @@ def test_the_source_is_never_overwritten_and_may_be_absent(tmp_path):
   assert names == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_transformers_reads_it(name, tmp_path):
   missing = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
   if missing:

@@ -195,10 +195,23 @@ def test_value_pretraining_needs_most_of_its_episodes(tmp_path: pathlib.Path, ca
 
   engine = dataclasses.replace(bare().engine, max_failed_share=0.1)
   config = pretraining(engine=engine)
-  with pytest.raises(TooManyFailuresError, match=r"of 32 episodes for value pretraining failed.*reset_error"):
+  with pytest.raises(TooManyFailuresError, match=r"of \d+ episodes for value pretraining .*failed.*reset_error"):
     loop.train(config, busy_domain(Sometimes), tmp_path, run_stages=("warm_start", "value_pretraining"))
   assert re.search(r"initial trajectories  32/32 .* \d+ failed\n", capsys.readouterr().out)
   assert not list(tmp_path.glob("stages/value_pretraining/partial/initial_trajectories.safetensors"))
+
+
+def test_value_pretraining_ends_when_every_step_fails(tmp_path: pathlib.Path) -> None:
+  """Episodes that are cut in their first action, which are most, do not hide it."""
+  config = pretraining()
+  engine = dataclasses.replace(config.engine, max_action_tokens=1)
+  critic = dataclasses.replace(config.critic, pretraining_trajectories=24)
+  told = r"^(\d+) of \1 episodes for value pretraining .* failed\..*step_error"
+  with pytest.raises(TooManyFailuresError, match=told):
+    loop.train(
+      dataclasses.replace(config, engine=engine, critic=critic), busy_domain(Broken), tmp_path,
+      run_stages=("warm_start", "value_pretraining"),
+    )  # fmt: skip
 
 
 def test_what_is_not_finite_is_found_in_its_trajectories() -> None:

@@ -323,7 +323,8 @@ def _check_tensors(files: _Files, config: ModelConfig, stored: dict[tuple[str, .
   if missing:
     raise ValueError(f"The checkpoint has no tensor {missing[0]} ({len(missing)} missing in all).")
   extra = [name for name in files.names() if name not in needed and not name.endswith("rotary_emb.inv_freq")]
-  extra = [name for name in extra if not is_mtp_tensor(name, config)]
+  # With n_shared_experts = 0, transformers saves shared experts of width 0.
+  extra = [name for name in extra if not is_mtp_tensor(name, config) and 0 not in files.shape(name)]
   head = "lm_head.weight"
   if config.tie_word_embeddings and head in extra:
     extra.remove(head)

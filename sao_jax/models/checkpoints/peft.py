@@ -26,8 +26,8 @@ def save(
   """Writes `adapter_config.json` and `adapter_model.safetensors`. Replaces existing ones.
 
   Tensors are named as in `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and
-  `....lora_B.weight` `[out, r]`. The folder must not be that of a model, which transformers would then take for an
-  adapter.
+  `....lora_B.weight` `[out, r]`. In models with experts, the config names adapted MLPs under `target_parameters`, which
+  PEFT knows since 0.17. The folder must not be that of a model, which transformers would then take for an adapter.
 
   Args:
     directory: the folder; made if needed.
@@ -50,9 +50,10 @@ def save(
   folder.mkdir(parents=True, exist_ok=True)
   temporary = folder / f".{WEIGHTS_FILE}.part"
   safetensors.numpy.save_file(tensors, temporary, metadata={"format": "pt"})
+  temporary.chmod(0o644)  # the library writes for its owner alone; a server may run as another user
   temporary.replace(folder / WEIGHTS_FILE)
   temporary = folder / f".{CONFIG_FILE}.part"
-  temporary.write_text(json.dumps(_config(lora, modules, base), indent=2) + "\n", encoding="utf-8")
+  temporary.write_text(json.dumps(_config(config, lora, modules, base), indent=2) + "\n", encoding="utf-8")
   temporary.replace(folder / CONFIG_FILE)
   return [CONFIG_FILE, WEIGHTS_FILE]
 
@@ -67,7 +68,10 @@ def _modules(adapters: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
       yield from _modules(value, (*path, name))
 
 
-def _config(lora: LoraConfig, modules: list[str], base: str | None) -> dict[str, Any]:
+def _config(config: ModelConfig, lora: LoraConfig, modules: list[str], base: str | None) -> dict[str, Any]:
+  # In models with experts, PEFT takes every module named `gate_proj`, `up_proj` or `down_proj` for one of the experts,
+  # also in a dense layer or a shared expert, and would leave its adapter out. Named by their weights, they are found.
+  by_weight = [module for module in modules if config.num_experts and ".mlp." in module]
   return {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -75,7 +79,8 @@ def _config(lora: LoraConfig, modules: list[str], base: str | None) -> dict[str,
     "r": lora.rank,
     "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
     # Whole paths: a short name such as "up_proj" would also match the experts of a layer.
-    "target_modules": modules,
+    "target_modules": [module for module in modules if module not in by_weight],
+    **({"target_parameters": [f"{module}.weight" for module in by_weight]} if by_weight else {}),
     "lora_dropout": 0.0,
     "bias": "none",
     "fan_in_fan_out": False,

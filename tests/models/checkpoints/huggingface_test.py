@@ -441,6 +441,22 @@ def test_a_type_that_cannot_carry_a_switch_is_refused() -> None:
   assert config_from_hf(config_to_hf(config)) == config
 
 
+def test_no_shared_experts(tmp_path: pathlib.Path) -> None:
+  """transformers then saves shared experts of width 0."""
+  tensors = _copy("glm4_moe", tmp_path, n_shared_experts=0)
+  empty = {
+    name: value[:, :0] if "down_proj" in name else value[:0]
+    for name, value in tensors.items()
+    if "shared_experts" in name
+  }
+  assert {value.size for value in empty.values()} == {0}
+  safetensors.numpy.save_file({**tensors, **empty}, tmp_path / "model.safetensors")
+  config, params = models.load_hf(tmp_path)
+  assert config.num_shared_experts == 0 and "shared_experts" not in params["layers_1"]["moe"]
+  models.save_hf(tmp_path / "again", config, params)
+  _equal_trees(models.load_hf(tmp_path / "again")[1], params)
+
+
 def test_params_of_another_config_are_refused(tmp_path: pathlib.Path) -> None:
   with pytest.raises(ValueError, match="params are not those of a policy of this config"):
     models.save_hf(tmp_path, tiny.dense(), tiny.policy_params(tiny.dense(tie_word_embeddings=False)))
