@@ -35,9 +35,8 @@ def rows(path: str) -> Iterator[tuple[int, Any]]:
   """
   file = pathlib.Path(path)
   if not file.is_file():
-    raise FileNotFoundError(
-      f"env.options train, held_out and demonstrations must name JSONL or CSV files; there is no {path!r}."
-    )
+    what = f"there is no {path!r}" if path else "train is not given"
+    raise FileNotFoundError(f"env.options train, held_out and demonstrations must name JSONL or CSV files; {what}.")
   text = file.read_text(encoding="utf-8-sig")
   if file.suffix == ".csv":
     reader = csv.DictReader(io.StringIO(text, newline=""))

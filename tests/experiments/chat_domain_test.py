@@ -317,3 +317,10 @@ def test_coding_is_a_conversation(checkpoint):
   assert env.step("submit<end>").reward == 0.0  # the bug is still there
   env.close()
   domain.close()
+
+
+def test_files_that_are_missing_or_not_given_are_told_apart():
+  with pytest.raises(FileNotFoundError, match=r"must name JSONL or CSV files; there is no 'none.jsonl'\.$"):
+    next(problem_file.rows("none.jsonl"))
+  with pytest.raises(FileNotFoundError, match=r"must name JSONL or CSV files; train is not given\.$"):
+    next(problem_file.rows(""))
