@@ -136,6 +136,9 @@ class PagedPolicy(NamedTuple):
   lm_head: Callable[[Params], jax.Array]
   """`(params) -> [D, V]`."""
 
+  has_kernel: Callable[[], bool] = lambda: True
+  """Whether attention over the pages has a kernel for TPUs. Without it, contiguous copies are faster."""
+
 
 class CachedPolicy(NamedTuple):
   """A policy in the form that the rollout engine uses: incremental, with a key/value cache of one row per slot."""

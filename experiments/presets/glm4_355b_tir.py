@@ -4,9 +4,9 @@
       --config.env.options.train=TRAIN.jsonl --config.env.options.held_out=HELD_OUT.jsonl
 
 DIRECTORY holds the checkpoint; the JSONL files are those of `qwen3_30b_a3b_tir`. 128 devices of 95 GB or more learn.
-Each engine needs 8 GPUs of 141 GB on one host: 88 GB of weights on each, and room for 12 sequences of 60,000 tokens.
-Engines of several hosts are not supported, and four TPU chips do not hold the weights. This preset has not been run at
-this size yet.
+Each engine needs 8 GPUs of 288 GB on one host: 89 GB of weights on each, the same again while new weights arrive, and
+room for 8 sequences of 60,000 tokens. Engines of several hosts are not supported, and four TPU chips do not hold the
+weights. This preset has not been run at this size yet.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ def make_config(checkpoint: str) -> RunConfig:
     policy=glm4_moe_355b(),
     mesh=MeshConfig(data=1, fsdp=8, context=16),
     cluster=ClusterConfig(num_engines=16, num_gpus=8, mesh=EngineMeshConfig(tensor=8)),
-    slots_per_engine=12,
+    slots_per_engine=8,
   )

@@ -15,7 +15,7 @@ from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, R
 
 PAPER_LEN = 131_072
 PAPER_MESH = MeshConfig(data=1, fsdp=8, context=8)
-PAPER_ENGINES = ClusterConfig(num_engines=16, mesh=EngineMeshConfig(expert=4), resources={"TPU": 4})
+PAPER_ENGINES = ClusterConfig(num_engines=16, mesh=EngineMeshConfig(tensor=4), resources={"TPU": 4})
 """16 engines, each on the four chips of a TPU host: attention by sequence, experts by device."""
 VALUE_OPTIMIZER = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)
 
@@ -73,7 +73,7 @@ def paper_config(
   The sizes are for 128 TPU v5p chips: 64 learn, in 16 processes, and 16 engines in Ray workers have 4 each. For another
   number of learning devices, set `--config.mesh.fsdp=N` with a divisor of 8, or -1; of engines,
   `--config.cluster.num_engines=N`. On hosts with 8 GPUs, replace the resources:
-  `--config.cluster.resources="{}" --config.cluster.num_gpus=8 --config.cluster.mesh.expert=8`.
+  `--config.cluster.resources="{}" --config.cluster.num_gpus=8 --config.cluster.mesh.expert=2`.
 
   Args:
     checkpoint: the model's directory.
@@ -115,7 +115,7 @@ def paper_config(
       temperature=1.0,
       chunk_steps=32,
       page_size=64,
-      cache_tokens=64 * 65_536,  # half of what 64 full trajectories need
+      cache_tokens=slots_per_engine * 65_536,  # half of what full trajectories need
       token_budget=4_096,
       env_workers=slots_per_engine,
       env_timeout_s=600.0,

@@ -1,9 +1,8 @@
-"""Reads compiled HLO text: the collectives that run, how often, and on how many bytes."""
+"""Reads compiled HLO text: the collectives that run, and the bytes that they and all instructions move."""
 
 from __future__ import annotations
 
 import collections
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -93,13 +92,18 @@ def collectives(text: str) -> dict[str, Traffic]:
     for line in bodies[name]:
       found = _COLLECTIVE.search(line)
       if found is not None:
-        result, kind, start = found.groups()
-        sizes = shape_bytes(result)
-        if start and kind != "all-reduce":
-          sizes = sizes[len(sizes) // 2 :]  # an asynchronous start returns a pair: operands first, then results
-        counts[kind] += times
-        totals[kind] += times * sum(sizes)
+        counts[found.group(2)] += times
+        totals[found.group(2)] += times * sum(shape_bytes(_results(found)))
   return {kind: Traffic(counts[kind], totals[kind]) for kind in KINDS if counts[kind]}
+
+
+def _results(collective: re.Match[str]) -> str:
+  """Returns the text of a collective's result shapes. An asynchronous start has its operands before them."""
+  shapes, kind, start = collective.groups()
+  if not start or kind == "all-reduce":
+    return shapes
+  arrays = [match.group() for match in _SHAPE.finditer(shapes) if match.group() != "u32[]"]  # TPUs add two counters
+  return ", ".join(arrays[len(arrays) // 2 :])
 
 
 class _Instruction(NamedTuple):
@@ -182,12 +186,26 @@ def _fusion_traffic(one: _Instruction, sources: list[_Instruction], inside: Mapp
     int(re.findall(r"parameter\((\d+)\)", inner.line)[0]): inner.name
     for inner in inside.values() if inner.operation == "parameter"
   }  # fmt: skip
-  updates = [inner for inner in inside.values() if inner.operation in _UPDATES]
-  written = sum(_updated(update, inside) for update in updates)
-  total = float(written) if updates else _main_memory(one.shape)
+  total = sum(
+    _updated(source, inside) if source.operation in _UPDATES else _main_memory(shape)
+    for shape, source in zip(_arrays(one.shape), _outputs(inside), strict=True)
+  )
   for number, source in enumerate(sources):
     total += min(_main_memory(source.shape), _used(parameters.get(number, ""), inside))
   return total
+
+
+def _outputs(inside: Mapping[str, _Instruction]) -> list[_Instruction]:
+  """Returns the instructions behind the results of a fusion, without bitcasts."""
+  root = next(inner for inner in inside.values() if inner.line.lstrip().startswith("ROOT"))
+  found = [inside[name] for name in root.operands] if root.operation == "tuple" else [root]
+  return [_without_bitcasts(inner, inside) for inner in found]
+
+
+def _without_bitcasts(one: _Instruction, inside: Mapping[str, _Instruction]) -> _Instruction:
+  while one.operation == "bitcast":
+    one = inside[one.operands[0]]
+  return one
 
 
 def _used(name: str, inside: Mapping[str, _Instruction]) -> float:
@@ -218,8 +236,12 @@ def _size(body: Mapping[str, _Instruction], name: str) -> float:
 
 def _main_memory(shape: str) -> float:
   """Bytes of a shape's arrays in main memory: those whose layout names no other memory space."""
-  arrays = re.findall(r"[a-z]+[0-9]*[a-z0-9]*\[[0-9,]*\](?:\{[^}]*\})?", shape)
-  return float(sum(sum(shape_bytes(array)) for array in arrays if not re.search(r"S\(\d+\)", array)))
+  return float(sum(sum(shape_bytes(array)) for array in _arrays(shape) if not re.search(r"S\(\d+\)", array)))
+
+
+def _arrays(shape: str) -> list[str]:
+  """Returns the arrays of a shape, with their layouts."""
+  return re.findall(r"[a-z]+[0-9]*[a-z0-9]*\[[0-9,]*\](?:\{[^}]*\})?", shape)
 
 
 def gathered_weights(text: str, tokens: Collection[int]) -> int:
@@ -230,10 +252,9 @@ def gathered_weights(text: str, tokens: Collection[int]) -> int:
     for line in bodies[name]:
       match = _COLLECTIVE.search(line)
       if match is not None and match.group(2) == "all-gather":
-        shapes = [tuple(map(int, filter(None, dims.split(",")))) for _, dims in _SHAPE.findall(match.group(1))]
-        largest = max(shapes, key=math.prod)
-        if not any(size in tokens for size in largest):
-          total += times * max(shape_bytes(match.group(1)))
+        for shape in _SHAPE.finditer(_results(match)):
+          if not any(int(size) in tokens for size in filter(None, shape.group(2).split(","))):
+            total += times * sum(shape_bytes(shape.group()))
   return total
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32, Key
 
 from sao_jax.models import decode
 from sao_jax.models.config import ModelConfig
+from sao_jax.models.paged_attention import has_kernel
 from sao_jax.models.transformer import Transformer, init_cache, init_pages
 from sao_jax.types import (
   AnyArray,
@@ -192,5 +193,8 @@ def cached_policy(config: ModelConfig, *, num_tokens: int | None = None) -> Cach
     lm_head=decode.lm_head,
     num_tokens=num_tokens,
     merge=decode.merge_window,
-    paged=None if config.kv_lora_rank else PagedPolicy(functools.partial(init_pages, config), ragged, lm_head(config)),
+    paged=None if config.kv_lora_rank else PagedPolicy(
+      functools.partial(init_pages, config), ragged, lm_head(config),
+      functools.partial(has_kernel, config.num_kv_heads, config.head_dim, config.compute_dtype),
+    ),
   )

@@ -1,8 +1,9 @@
 """Attention over the pages of a KV cache, for a ragged batch of prompt and decode tokens: one function.
 
-On TPUs it is the ragged paged attention kernel that JAX ships, if its shapes allow it. Elsewhere it is a plain
-reference, one token at a time. On GPUs the engine does not call it: the kernel that JAX ships decodes only, and
-it wants keys and values in arrays of their own, with heads before pages.
+On TPUs it is the ragged paged attention kernel that JAX ships, for the shapes that this takes (`has_kernel`). Elsewhere
+it is a plain reference, one token at a time. Engines do not call the reference: without the kernel they decode through
+windows. The kernel that JAX ships for GPUs only decodes, and needs keys and values in arrays of their own, with heads
+before pages.
 
 Keys and values of a token lie next to each other: head h's key is `2 h`, its value `2 h + 1`. On a mesh, `tensor`
 splits heads if it divides the key/value heads; other axes hold replicas.
@@ -53,20 +54,17 @@ def paged_attention(
     The mixed values, in q's dtype (arbitrary for padding tokens), and the pages.
 
   Raises:
-    ValueError: unknown `impl`.
+    ValueError: unknown `impl`, or "tpu" with shapes that the kernel does not take.
   """
   if impl not in ("auto", "reference", "tpu"):
     raise ValueError(f"impl must be auto, reference or tpu; received {impl!r}.")
-  if impl == "auto" and q.shape[-1] % _LANES:
-    impl = "reference"
-
   def local(
     q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: RaggedBatch
   ) -> tuple[jax.Array, jax.Array]:
     both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2]).astype(pages.dtype)
     flat = pages.reshape(-1, *pages.shape[2:]).at[batch.targets].set(both)
     pages = flat.reshape(pages.shape)
-    if impl == "auto":
+    if impl == "auto" and has_kernel(k.shape[1], k.shape[2], pages.dtype):
       reference, kernel = functools.partial(_reference, scale=scale), functools.partial(_kernel, scale=scale)
       return jax.lax.platform_dependent(q, pages, batch, default=reference, tpu=kernel), pages
     return (_kernel if impl == "tpu" else _reference)(q, pages, batch, scale=scale), pages
@@ -85,6 +83,14 @@ def paged_attention(
   )
   out: tuple[jax.Array, jax.Array] = run(q, k, v, pages, batch)
   return out
+
+
+def has_kernel(num_kv_heads: int, head_dim: int, dtype: Any) -> bool:
+  """Whether the kernel for TPUs takes pages with these heads. On a mesh, those of one device count."""
+  mesh = ambient_mesh()
+  devices = 1 if mesh is None or pages_spec(num_kv_heads, mesh)[2] is None else mesh.shape["tensor"]
+  tiles, rest = divmod(2 * num_kv_heads // devices * jnp.dtype(dtype).itemsize, 4)
+  return head_dim % _LANES == 0 and rest == 0 and (tiles in (1, 2, 4, 8) or tiles % 8 == 0)
 
 
 def pages_spec(num_kv_heads: int, mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -122,6 +128,7 @@ def _reference(q: jax.Array, pages: jax.Array, batch: RaggedBatch, *, scale: flo
 
 
 def _kernel(q: jax.Array, pages: jax.Array, batch: RaggedBatch, *, scale: float) -> jax.Array:
+  """The kernel that JAX ships for TPUs."""
   # Pallas takes long to import, and few runs need it.
   from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 

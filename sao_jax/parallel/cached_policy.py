@@ -75,7 +75,12 @@ def cached_on_mesh(
     prepared = policy.prepare(params)
     if not weights_in_place(mesh):
       return prepared
-    return jax.lax.with_sharding_constraint(prepared, shardings_for(prepared, mesh, ENGINE_RULES))
+    in_place = {id(x) for x in jax.tree.leaves(params)}
+    return jax.tree.map(
+      lambda x, place: x if id(x) in in_place else jax.lax.with_sharding_constraint(x, place),
+      prepared,
+      shardings_for(prepared, mesh, ENGINE_RULES),
+    )
 
   def logits(x: jax.Array) -> jax.Array:
     if not weights_in_place(mesh):
@@ -111,10 +116,11 @@ def cached_on_mesh(
 
 
 def _paged_on_mesh(policy: PagedPolicy | None, mesh: Mesh) -> PagedPolicy | None:
-  """Returns the policy over pages, or None if an axis other than `tensor` is in use: any row may need any page."""
+  """Returns the policy over pages, or None if an axis other than `tensor` is in use: pages are not divided by rows."""
   if policy is None or mesh.size != mesh.shape.get("tensor", 1):
     return None
-  return PagedPolicy(on_mesh(policy.init_cache, mesh), on_mesh(policy.step, mesh), policy.lm_head)
+  init_cache, step, has_kernel = (on_mesh(fn, mesh) for fn in (policy.init_cache, policy.step, policy.has_kernel))
+  return PagedPolicy(init_cache, step, policy.lm_head, has_kernel)
 
 
 def _time(cache: Cache) -> int:

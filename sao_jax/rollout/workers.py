@@ -75,7 +75,7 @@ class Workers:
     self._closed = False
 
   def submit(self, task: Task) -> None:
-    """Queues a task."""
+    """Queues a task, or runs it at once if there are no threads."""
     if self._num_threads == 0:
       if task.run():
         self._finished.put(task)

@@ -47,9 +47,35 @@ def test_collectives_are_counted_with_their_trips():
   assert found == {"all-gather": hlo.Traffic(2, 2 * 512), "all-reduce": hlo.Traffic(5, 5 * 32)}
 
 
+def test_the_counters_of_a_permute_on_a_tpu_are_no_results():
+  text = (
+    "ENTRY %main (p: bf16[8,8]) -> bf16[8,8] {\n"
+    "  %s = (bf16[8,8]{1,0}, bf16[8,8]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=1\n"
+    "  ROOT %d = bf16[8,8]{1,0} collective-permute-done(%s)\n}\n"
+  )
+  assert hlo.collectives(text) == {"collective-permute": hlo.Traffic(1, 128)}
+
+
+def test_all_results_of_a_fusion_count():
+  """One is updated in place, behind a bitcast; the other is new."""
+  text = (
+    "%both (c: f32[100,8], u: f32[1,8], j: s32[]) -> (f32[800], f32[16,8]) {\n"
+    "  %c = f32[100,8]{1,0} parameter(0)\n  %u = f32[1,8]{1,0} parameter(1)\n  %j = s32[] parameter(2)\n"
+    "  %o = f32[100,8]{1,0} dynamic-update-slice(%c, %u, %j, %j)\n  %b = f32[800]{0} bitcast(%o)\n"
+    "  %n = f32[16,8]{1,0} broadcast(%u), dimensions={0,1}\n"
+    "  ROOT %t = (f32[800]{0}, f32[16,8]{1,0}) tuple(%b, %n)\n}\n\n"
+    "ENTRY %main (c: f32[100,8], u: f32[1,8], j: s32[]) -> (f32[800], f32[16,8]) {\n"
+    "  %c = f32[100,8]{1,0} parameter(0)\n  %u = f32[1,8]{1,0} parameter(1)\n  %j = s32[] parameter(2)\n"
+    "  ROOT %f = (f32[800]{0}, f32[16,8]{1,0}) fusion(%c, %u, %j), kind=kLoop, calls=%both\n}\n"
+  )
+  assert hlo.moved_bytes(text) == 2 * 32 + 16 * 32 + 32 + 4
+
+
 def test_gathers_of_weights_are_told_from_those_of_activations():
   assert hlo.gathered_weights(HLO, {32}) == 0
   assert hlo.gathered_weights(HLO, {64}) == 2 * 512
+  several = "ENTRY %main (p: f32[4]) -> f32[8] {\n  %g = (f32[8]{0}, f32[16]{0}, f32[3]{0}) all-gather(%a, %b, %c)\n}\n"
+  assert hlo.gathered_weights(several, {3}) == 32 + 64
 
 
 MOVES = """HloModule jit_step, is_scheduled=true

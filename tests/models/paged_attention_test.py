@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sao_jax.models.paged_attention import paged_attention
+from sao_jax.models.paged_attention import has_kernel, paged_attention
 from sao_jax.types import RaggedBatch
 
 PAGE, HEADS, KV_HEADS = 8, 4, 2
@@ -81,6 +81,17 @@ def test_any_mix_of_prompt_and_decode_tokens_equals_dense_attention():
     row = np.asarray(written)[table].reshape(-1, 2 * KV_HEADS, dim)[:length]
     np.testing.assert_array_equal(row[:, 0::2], keys)
     np.testing.assert_array_equal(row[:, 1::2], values)
+
+
+@pytest.mark.parametrize(
+  ("heads", "dim", "dtype", "known"),
+  [
+    (4, 128, "bfloat16", True), (1, 128, "bfloat16", True), (8, 256, "float32", True), (4, 64, "bfloat16", False),
+    (10, 128, "bfloat16", False), (3, 128, "float32", False),
+  ],
+)  # fmt: skip
+def test_which_shapes_the_kernel_for_tpus_takes(heads, dim, dtype, known):
+  assert has_kernel(heads, dim, dtype) == known
 
 
 def test_an_unknown_implementation_is_refused():

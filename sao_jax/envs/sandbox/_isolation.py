@@ -48,6 +48,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def call(name: str, *args: Any) -> int:
+  """Calls a function of the C library. Raises OSError if it fails."""
   function: Callable[..., int] = getattr(_libc(), name)
   result = function(*args)
   if result < 0:
@@ -223,10 +224,11 @@ def is_larger(directory: str, max_bytes: int, max_entries: int) -> bool:
 
 def has_outgrown(pid: int, directory: str, max_bytes: int, max_entries: int) -> bool:
   """Whether a process and its directory exceed the limits. Removed files that are open or mapped count too."""
+  entered = _has_entered_session(pid)  # before the next line, after which it may enter
   try:
     removed = _removed_bytes(pid, directory, max_bytes)
   except PermissionError:  # The code causes it, such as by running an unreadable program, unless it has not begun.
-    return _has_entered_session(pid)
+    return entered
   except (FileNotFoundError, ProcessLookupError):  # It has ended.
     return False
   return removed > max_bytes or is_larger(directory, max_bytes - removed, max_entries)

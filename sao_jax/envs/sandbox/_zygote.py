@@ -27,7 +27,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 _START_TIMEOUT_S = 120.0
 """Time for the process and its first sessions to start, including the import of packages, on a busy machine."""
 _TAKE_TIMEOUT_S = 20.0
-"""Time for a later session to take its code."""
+"""Time for a session to take its first code, and for the process to take a request."""
 _BOOT = """
 import json, sys, types
 settings = json.loads(sys.argv[1])
@@ -62,7 +62,7 @@ class Interpreter:
     self._deadline = start + wall_s
     taken = False
     try:
-      self._connection.settimeout(wall_s)
+      self._connection.settimeout(wall_s if self._used else max(wall_s, _TAKE_TIMEOUT_S))
       self._connection.sendall(nonce + struct.pack("<I", len(code)) + code)
       while True:
         answer = self._receive(9, start, wall_s)

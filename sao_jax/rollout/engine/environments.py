@@ -68,10 +68,10 @@ class EnvironmentRunner:
     return self._responses(self._workers.poll(wait_s))
 
   def collect_all(self, stop: threading.Event | None) -> list[Response]:
-    """Waits for every running call, or until `stop` is set."""
+    """Waits for the calls of all sequences, or until `stop` is set."""
     done = self._workers.poll()
     responses = self._responses(done)
-    while self._tasks and not (stop is not None and stop.is_set()):
+    while self.waiting and not (stop is not None and stop.is_set()):
       responses += self._responses(self._workers.poll(_POLL_S))
     return sorted(responses, key=lambda x: x.sequence.index)
 
@@ -104,6 +104,8 @@ class EnvironmentRunner:
         del self._tasks[task]
         if self._workers.abandon(task):
           sequence.holder = self.new_holder()
+        elif task.error is not None:
+          self.replace(sequence)
     for task in self._workers.poll():
       self._tasks.pop(task, None)
 
@@ -119,7 +121,7 @@ class EnvironmentRunner:
     self._workers.close()
 
   def _responses(self, done: list[Task]) -> list[Response]:
-    """Takes calls that have ended, and those that hang, out of the running ones."""
+    """Removes the calls that have ended or hang, and returns their responses in the order of the sequences."""
     responses = []
     for task in done:
       sequence = self._tasks.pop(task, None)

@@ -59,14 +59,37 @@ class PreparedWeights:
 
   def __call__(self, params: Params) -> Params:
     if params is not self._params:
+      self._params = self._prepared = None  # frees the old ones before new ones are made
       with dispatching(self._spec.model):
-        self._params, self._prepared = params, _prepare(params, model=self._spec.model)
+        self._params, self._prepared = params, _prepare(params, self._spec.model)
     return self._prepared
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _prepare(params: Params, *, model: CachedPolicy) -> Params:
-  return model.prepare(params)
+def _prepare(params: Params, model: CachedPolicy) -> Params:
+  """Returns the prepared weights. Those that need no conversion share their buffers with `params`."""
+  given, structure = jax.tree.flatten(params)
+  convert, sources = _converter(model)
+  converted = iter(convert(params))
+  return jax.tree.map(lambda i: next(converted) if i < 0 else given[i], sources[structure])
+
+
+@functools.lru_cache(maxsize=64)
+def _converter(model: CachedPolicy) -> tuple[Callable[[Params], list[jax.Array]], dict[Any, Any]]:
+  """Returns a program that converts weights, and the numbers of the leaves that it passes on, by structure.
+
+  The second holds, for each structure of weights that the program was called with, a tree of prepared weights: -1 for
+  a converted leaf, otherwise the number of the leaf that it is.
+  """
+  sources: dict[Any, Any] = {}
+
+  def convert(params: Params) -> list[jax.Array]:
+    given, structure = jax.tree.flatten(params)
+    numbers = {id(x): i for i, x in enumerate(given)}
+    prepared = model.prepare(params)
+    sources[structure] = jax.tree.map(lambda x: numbers.get(id(x), -1), prepared)
+    return [x for x in jax.tree.leaves(prepared) if id(x) not in numbers]
+
+  return jax.jit(convert), sources
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "num_pages", "page_size"))
@@ -105,7 +128,8 @@ class ModelRunner:
     num_pages: pages of the cache, besides the null page.
     page_size: tokens per page.
     max_pages: maximum number of pages of a sequence.
-    token_budget: tokens per prefill program; a step runs as many of them as it needs, usually one.
+    token_budget: tokens per prefill program; a step runs as many of them as it needs, usually one. Over pages, the
+      largest number of prompt tokens of a step.
     prepared: converts the weights.
     threaded: whether to dispatch from a thread of its own.
     buckets: context lengths, in pages, that programs are compiled for, ascending up to `max_pages`; None: few, spread

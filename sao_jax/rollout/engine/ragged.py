@@ -1,4 +1,4 @@
-"""The step of the model runner on a TPU: one ragged batch of prompt and decode tokens, over the pages themselves.
+"""The step of the model runner over the pages themselves, on TPUs: one ragged batch of prompt and decode tokens.
 
 The first pass of a step feeds the tokens of all rows together, those of prompts included, and samples a token for each
 row whose context is complete. The other passes feed one token per row. There is one program, whatever the lengths.
@@ -54,6 +54,14 @@ def step(
   params: Params, pages: Cache, tokens: jax.Array, packed: jax.Array, key: jax.Array, *, spec: StepSpec
 ) -> tuple[Cache, jax.Array]:
   """Feeds packed rows (`pack`), and decodes up to `chunk_steps` tokens of each row with a budget.
+
+  Args:
+    params: weights.
+    pages: the cache.
+    tokens: `[3, T]` int32, and
+    packed: `[S + 1, 4 + N]` int32, from `pack`.
+    key: threefry key of the sampling noise.
+    spec: model and sampling settings.
 
   Returns:
     The pages, and `[2 * chunk_steps + 1, S]` int32 as in `windows.decode`.

@@ -19,7 +19,7 @@ class StepSpec:
   model: CachedPolicy
   use_pages: bool | None = None
   """Whether attention reads the pages themselves (`ragged`), or contiguous copies (`windows`). None: pages on TPUs, if
-  the model has that form."""
+  the model has that form and a kernel."""
   chunk_steps: int
   """Maximum number of tokens sampled per row and step."""
   temperature: float
@@ -34,7 +34,7 @@ class StepSpec:
     """`use_pages`, or its default."""
     if self.use_pages is not None:
       return self.use_pages
-    return self.model.paged is not None and jax.default_backend() == "tpu"
+    return jax.default_backend() == "tpu" and self.model.paged is not None and self.model.paged.has_kernel()
 
 
 class Row(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -14,6 +15,8 @@ from sao_jax.rollout.episodes import EpisodeRequest
 from sao_jax.types import Trajectory
 
 _T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _CLOSE_S = 10.0
@@ -106,7 +109,7 @@ class LoopThread:
       raise
 
   def cancel_all(self) -> None:
-    """Cancels all episodes."""
+    """Cancels all episodes and waits for their clean-up, a few seconds at most."""
     if self._loop.is_closed():
       return
 
@@ -116,7 +119,10 @@ class LoopThread:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
 
-    self.call(cancel())
+    try:
+      self.call(cancel(), timeout=_CLOSE_S)
+    except TimeoutError:
+      _log.error("Episodes did not end within %s s of their cancellation; they are left behind.", _CLOSE_S)
 
   def close(self) -> None:
     """Cancels what still runs, and ends the thread. A thread that does not end in time is left behind."""

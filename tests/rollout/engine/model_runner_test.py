@@ -184,6 +184,18 @@ MODEL = ModelConfig(
 )
 
 
+def test_weights_that_need_no_conversion_are_not_copied():
+  params, model = init_policy(MODEL, jax.random.key(0)), cached_policy(MODEL)
+  spec = StepSpec(model=model, chunk_steps=4, temperature=1.0, stop_ids=())
+  prepared = model_runner.PreparedWeights(spec)
+  for scale in (1.0, 2.0):  # the second version runs the same program
+    version = jax.tree.map(lambda x, by=scale: by * x, params)
+    got, want = prepared(version), model.prepare(version)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert got["layers_0"]["mlp"]["down_proj"]["kernel"] is version["layers_0"]["mlp"]["down_proj"]["kernel"]
+    assert "qkv" in got["layers_0"] and prepared(version) is got
+
+
 def test_both_kinds_of_attention_sample_the_same():
   """Prompts in pieces beside rows that decode, a row that ends early, and idle rows: by pages and by windows."""
   params, rng = init_policy(MODEL, jax.random.key(0)), np.random.default_rng(0)
