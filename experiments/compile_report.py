@@ -14,7 +14,8 @@ With `--rollout_mesh` the engine's programs are compiled for a mesh of its own, 
     python -m experiments.compile_report --model=qwen3_30b_a3b --rollout_mesh=expert=8 --slots=64 --live_tokens=60000 \
       --programs=decode --topology=v5p:2x2x2
 
-Their bytes are compared with a limit: weights (in the compute dtype) and the live cache once, divided by the devices.
+The bytes of `decode` and `ragged` are compared with a limit: weights (in the compute dtype) and the live cache once,
+divided by the devices.
 
 Deep models are compiled at two small depths and extrapolated in the number of layers. This is a rough estimate: while
 memory allows, the compiler overlaps several layers, so a few layers say little about many. `--exact` compiles all

@@ -293,6 +293,8 @@ def _batch_shardings(x: Any, mesh: Mesh) -> Any:
 def lower_decode_step(model: ModelConfig, mesh: Mesh, load: Workload) -> jax.stages.Lowered:
   """Lowers one decode step of every slot, which returns the next logits and updates windows of `live` tokens in place.
 
+  The engine also holds the pages and the contexts that the windows are made from, so its peak is larger.
+
   Args:
     model: the model.
     mesh: the learner's, on which weights have the learner's dtype and sharding; or an engine's own, on which they stay

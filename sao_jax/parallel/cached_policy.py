@@ -1,7 +1,7 @@
 """The rollout engine's policy on a mesh: slots over the row axes, heads over `tensor`, cached time over `context`.
 
 If `tensor` does not divide the key/value heads, each of its devices caches all of them. Query heads are split even
-then.
+then, except over pages, where each device computes all of them.
 """
 
 from __future__ import annotations

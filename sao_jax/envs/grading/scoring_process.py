@@ -46,7 +46,8 @@ class WorkerError(RuntimeError):
 class Workers(Protocol):
   """Protocol of `WorkerPool`."""
 
-  def call(self, request: Any, *, timeout_s: float) -> Any: ...
+  def call(self, request: Any, *, timeout_s: float) -> Any:
+    """Sends a request and returns the reply; see `WorkerPool.call`."""
 
 
 class WorkerPool:

@@ -133,6 +133,7 @@ class Interpreter:
     return f"{first}\n[... output cut: {size} bytes, limit {limit} ...]\n{last}"
 
   def kill(self) -> None:
+    """Ends the session."""
     self._connection.close()
     os.close(self._output)
     self._zygote.kill(self.number)
@@ -222,12 +223,14 @@ class Zygote:
     return Interpreter(number, self, ours, output)
 
   def kill(self, number: int) -> None:
+    """Ends a session by its number."""
     if os.getpid() != self._owner:
       return
     with contextlib.suppress(OSError), self._lock:  # If the zygote has ended, so have its sessions.
       self._control.send(struct.pack("<cQ", b"K", number))
 
   def close(self) -> None:
+    """Ends all sessions and the process."""
     self._control.close()  # The zygote kills its sessions and exits.
     if os.getpid() != self._owner:
       return

@@ -85,6 +85,9 @@ class EnvironmentRunner:
       since: time from which on calls are fresh, in seconds of `time.monotonic`.
       ready: number of sequences that can proceed now.
       step_s: duration of a step, in seconds.
+
+    Returns:
+      The calls that have ended, in the order of the sequences.
     """
     done = self._workers.poll()
     fresh = [task for task, x in self._tasks.items() if x in sequences and task.submitted_at >= since]

@@ -247,7 +247,7 @@ class ModelRunner:
 
     `bytes` is the size of the cached pages, `parameters` that of the model. The costs on a CPU were measured on two
     cores (benchmark `kv_cache`). Those of an accelerator are estimates: 300 TFLOP/s, and 20 GB/s to the host.
-    Parameters include the experts that a token skips, so mixtures of experts are swapped somewhat early.
+    Parameters include the experts that a token skips, so mixtures of experts are swapped too early.
     """
     page_bytes = sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(self._cache))
     parameters = sum(x.size for x in jax.tree.leaves(params))
