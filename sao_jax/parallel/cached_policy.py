@@ -73,14 +73,7 @@ def cached_on_mesh(
 
   def prepare(params: Params) -> Params:
     prepared = policy.prepare(params)
-    if not weights_in_place(mesh):
-      return prepared
-    in_place = {id(x) for x in jax.tree.leaves(params)}
-    return jax.tree.map(
-      lambda x, place: x if id(x) in in_place else jax.lax.with_sharding_constraint(x, place),
-      prepared,
-      shardings_for(prepared, mesh, ENGINE_RULES),
-    )
+    return _constrain_converted(prepared, params, mesh) if weights_in_place(mesh) else prepared
 
   def logits(x: jax.Array) -> jax.Array:
     if not weights_in_place(mesh):
@@ -113,6 +106,16 @@ def cached_on_mesh(
       logits=logits,
     ),
   )
+
+
+def _constrain_converted(prepared: Params, params: Params, mesh: Mesh) -> Params:
+  """Constrains the prepared weights that are no weights of `params`; those lie where they should."""
+  in_place = {id(x) for x in jax.tree.leaves(params)}
+
+  def constrain(x: jax.Array, place: NamedSharding) -> jax.Array:
+    return x if id(x) in in_place else jax.lax.with_sharding_constraint(x, place)
+
+  return jax.tree.map(constrain, prepared, shardings_for(prepared, mesh, ENGINE_RULES))
 
 
 def _paged_on_mesh(policy: PagedPolicy | None, mesh: Mesh) -> PagedPolicy | None:
