@@ -122,8 +122,12 @@ def _paged_on_mesh(policy: PagedPolicy | None, mesh: Mesh) -> PagedPolicy | None
   """Returns the policy over pages, or None if an axis other than `tensor` is in use: pages are not divided by rows."""
   if policy is None or mesh.size != mesh.shape.get("tensor", 1):
     return None
-  init_cache, step, has_kernel = (on_mesh(fn, mesh) for fn in (policy.init_cache, policy.step, policy.has_kernel))
-  return PagedPolicy(init_cache, step, policy.lm_head, has_kernel)
+  return PagedPolicy(
+    init_cache=on_mesh(policy.init_cache, mesh),
+    step=on_mesh(policy.step, mesh),
+    lm_head=policy.lm_head,
+    has_kernel=on_mesh(policy.has_kernel, mesh),
+  )
 
 
 def _time(cache: Cache) -> int:
