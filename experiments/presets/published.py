@@ -16,7 +16,7 @@ from sao_jax.training.config import CheckpointConfig, CriticConfig, EnvConfig, R
 PAPER_LEN = 131_072
 PAPER_MESH = MeshConfig(data=1, fsdp=8, context=8)
 PAPER_ENGINES = ClusterConfig(num_engines=16, mesh=EngineMeshConfig(tensor=4), resources={"TPU": 4})
-"""16 engines, each on the four chips of a TPU host: attention by sequence, experts by device."""
+"""16 engines, each on the four chips of a TPU host, which split heads and experts."""
 VALUE_OPTIMIZER = OptimizerConfig(learning_rate=5e-6, warmup_steps=10)
 
 

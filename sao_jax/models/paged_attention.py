@@ -58,6 +58,7 @@ def paged_attention(
   """
   if impl not in ("auto", "reference", "tpu"):
     raise ValueError(f"impl must be auto, reference or tpu; received {impl!r}.")
+
   def local(
     q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: RaggedBatch
   ) -> tuple[jax.Array, jax.Array]:
@@ -88,7 +89,7 @@ def paged_attention(
 def has_kernel(num_kv_heads: int, head_dim: int, dtype: Any) -> bool:
   """Whether the kernel for TPUs takes pages with these heads. On a mesh, those of one device count."""
   mesh = ambient_mesh()
-  devices = 1 if mesh is None or pages_spec(num_kv_heads, mesh)[2] is None else mesh.shape["tensor"]
+  devices = 1 if mesh is None or not axes_for(mesh, num_kv_heads, "tensor") else mesh.shape["tensor"]
   tiles, rest = divmod(2 * num_kv_heads // devices * jnp.dtype(dtype).itemsize, 4)
   return head_dim % _LANES == 0 and rest == 0 and (tiles in (1, 2, 4, 8) or tiles % 8 == 0)
 

@@ -75,15 +75,6 @@ def cached_on_mesh(
     prepared = policy.prepare(params)
     return _constrain_converted(prepared, params, mesh) if weights_in_place(mesh) else prepared
 
-  def logits(x: jax.Array) -> jax.Array:
-    if not weights_in_place(mesh):
-      return x
-    # Without the first constraint, the compiler would gather the output head. The second is one all-to-all.
-    head = spec_for(("lm_head", "kernel"), (1, x.shape[-1]), mesh, ENGINE_RULES)[1]
-    rows = axes_for(mesh, x.shape[0], *ROWS, "tensor") or axes_in_use(mesh, *ROWS)
-    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(axes_in_use(mesh, "data") or None, head)))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(rows or None)))
-
   def merge(cache: Cache, window: Window, count: jax.Array) -> Cache:
     return constrain_cache(policy.merge(cache, window, count))
 
@@ -103,9 +94,20 @@ def cached_on_mesh(
       whole=replicated(mesh),
       dispatching=dispatching,
       row_multiple=math.prod(mesh.shape.get(axis, 1) for axis in ROWS),
-      logits=logits,
+      logits=lambda x: _constrain_logits(x, mesh) if weights_in_place(mesh) else x,
     ),
   )
+
+
+def _constrain_logits(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """Constrains logits to lie as the output head does, and then by rows: one all-to-all.
+
+  Without the first constraint, the compiler would gather the output head.
+  """
+  head = spec_for(("lm_head", "kernel"), (1, x.shape[-1]), mesh, ENGINE_RULES)[1]
+  rows = axes_for(mesh, x.shape[0], *ROWS, "tensor") or axes_in_use(mesh, *ROWS)
+  x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(axes_in_use(mesh, "data") or None, head)))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(rows or None)))
 
 
 def _constrain_converted(prepared: Params, params: Params, mesh: Mesh) -> Params:

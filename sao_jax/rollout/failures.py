@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao_jax.rollout.user_errors import format_traceback
@@ -36,6 +37,18 @@ def check_share(failures: Mapping[str, int], total: int, max_share: float, what:
       f"{failed} of {total} {what} Allowed is a share of EngineConfig.max_failed_share = {max_share}. Failures by "
       f"kind: {by_count(failures)}. The first of each kind is logged above."
     )
+
+
+def new_failures(before: Mapping[str, Any], after: Mapping[str, Any]) -> collections.Counter[str]:
+  """Returns the failures between two readings of an engine's counters, by kind."""
+  return collections.Counter(after["failed_by_kind"]) - collections.Counter(before["failed_by_kind"])
+
+
+def check_share_between(before: Mapping[str, Any], after: Mapping[str, Any], max_share: float, what: str) -> None:
+  """`check_share` of the episodes between two readings of an engine's counters in which the environment was called."""
+  failures = new_failures(before, after)
+  answered = after["episodes_answered"] - before["episodes_answered"]
+  check_share(failures, failures.total() + answered, max_share, what)
 
 
 def by_count(by_kind: Mapping[str, int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ import numpy as np
 
 from sao_jax.rollout.engine.engine import RolloutEngine
 from sao_jax.rollout.episodes import EpisodeRequest
-from sao_jax.rollout.failures import TooManyFailuresError, by_count
+from sao_jax.rollout.failures import TooManyFailuresError, by_count, new_failures
 from sao_jax.training.intervals import bootstrap_interval, wilson_interval
 from sao_jax.training.multi_process import MultiProcessRollouts
 from sao_jax.types import Domain, Environment, Params, Step, Trajectory
@@ -102,9 +101,9 @@ def evaluate(
     ValueError: `num_episodes` is below 1.
   """
   requests = held_out_requests(domain, num_episodes)
-  before = failed_by_kind(engine)
+  before = counters_of(engine)
   done = tuple(engine.generate(lambda _: (params, version), requests, seed=EVALUATION_SEED))
-  return result_of(done, domain, num_episodes, failed_by_kind(engine) - before)
+  return result_of(done, domain, num_episodes, new_failures(before, counters_of(engine)))
 
 
 def held_out_requests(domain: Domain, num_episodes: int) -> list[EpisodeRequest]:
@@ -147,17 +146,8 @@ def result_of(
   )
 
 
-def failed_by_kind(engine: RolloutEngine | MultiProcessRollouts) -> collections.Counter[str]:
-  """Returns the engine's failed episodes so far, by kind. Every process must call it."""
-  return collections.Counter(_counters(engine)["failed_by_kind"])
-
-
-def answered_episodes(engine: RolloutEngine | MultiProcessRollouts) -> int:
-  """Returns the number of trajectories so far with an answer of the environment. Every process must call it."""
-  return int(_counters(engine)["episodes_answered"])
-
-
-def _counters(engine: RolloutEngine | MultiProcessRollouts) -> Mapping[str, Any]:
+def counters_of(engine: RolloutEngine | MultiProcessRollouts) -> Mapping[str, Any]:
+  """Returns the counters of all processes' engines. Every process must call it."""
   return engine.counters() if isinstance(engine, MultiProcessRollouts) else engine.counters
 
 

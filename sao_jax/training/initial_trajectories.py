@@ -12,9 +12,9 @@ from sao_jax.io import trajectory_arrays
 from sao_jax.io.console import Console
 from sao_jax.parallel.distributed import is_main_process
 from sao_jax.rollout.episodes import EpisodeRequest
-from sao_jax.rollout.failures import by_count, check_share
+from sao_jax.rollout.failures import by_count, check_share_between, new_failures
 from sao_jax.training.components import Components
-from sao_jax.training.evaluation import answered_episodes, failed_by_kind
+from sao_jax.training.evaluation import counters_of
 from sao_jax.training.health import RunStoppedError
 from sao_jax.training.signals import Interrupted, StopSignals
 from sao_jax.types import Params, Trajectory
@@ -60,11 +60,10 @@ def initial_trajectories(
   with signals.interruptible(emergency_checkpoint=keep):
     weights = parts.for_engine(policy)
   requests = _requests(parts, {x.episode_id for x in done})
-  before, answered_before = failed_by_kind(parts.rollouts), answered_episodes(parts.rollouts)
+  before = counters_of(parts.rollouts)
   try:
-    title = "initial trajectories"
     with (
-      console.stage(title, config.critic.pretraining_trajectories) as bar,
+      console.stage("initial trajectories", config.critic.pretraining_trajectories) as bar,
       signals.interruptible(emergency_checkpoint=keep),
     ):
       bar.advance(len(done))
@@ -81,8 +80,8 @@ def initial_trajectories(
   except Interrupted:
     keep()
     raise
-  failures = failed_by_kind(parts.rollouts) - before
-  if failures:
+  after = counters_of(parts.rollouts)
+  if failures := new_failures(before, after):
     console.print(f"{failures.total()} of {len(requests)} episodes failed: {by_count(failures)}")
   if not done:
     count = config.critic.pretraining_trajectories
@@ -90,9 +89,8 @@ def initial_trajectories(
       f"None of {count} episodes for value pretraining gave a trajectory: {by_count(failures)}. The first failure of "
       "each kind is logged above."
     )
-  total = failures.total() + answered_episodes(parts.rollouts) - answered_before
   what = "episodes for value pretraining in which the environment was called failed."
-  check_share(failures, total, config.engine.max_failed_share, what)
+  check_share_between(before, after, config.engine.max_failed_share, what)
   done.sort(key=lambda x: x.episode_id)  # the order of completion depends on the machine's speed; this one does not
   if is_main_process():
     trajectory_arrays.save(path, trajectory_arrays.to_arrays(done))

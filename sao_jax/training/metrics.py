@@ -14,7 +14,7 @@ from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io.loggers import MetricsLogger
 from sao_jax.io.metrics import MetricsWriter
 from sao_jax.parallel.distributed import is_main_process
-from sao_jax.rollout.failures import check_share
+from sao_jax.rollout.failures import check_share_between
 from sao_jax.rollout.schedules import RolloutSchedule
 from sao_jax.training.components import Components
 from sao_jax.training.placement import Placement
@@ -94,11 +94,8 @@ class StepMetrics:
     Args:
       max_share: `EngineConfig.max_failed_share`, in [0, 1].
     """
-    before, after = self._counts_at_start, self._counts
-    failures = collections.Counter(after["failed_by_kind"]) - collections.Counter(before["failed_by_kind"])
-    answered = after["episodes_answered"] - before["episodes_answered"]
     what = "episodes of RL in which the environment was called failed. The policy is saved."
-    check_share(failures, failures.total() + answered, max_share, what)
+    check_share_between(self._counts_at_start, self._counts, max_share, what)
 
   def _failed_by_kind(self) -> dict[str, int]:
     """Failures until the engines' counters were last read."""

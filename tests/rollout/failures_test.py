@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sao_jax.rollout.episodes import EpisodeFailure, EpisodeRequest
-from sao_jax.rollout.failures import FailureLog, TooManyFailuresError, check_share
+from sao_jax.rollout.failures import FailureLog, TooManyFailuresError, check_share, check_share_between, new_failures
 
 
 def fail(log: FailureLog, number: int, kind: str = "step_error") -> None:
@@ -43,3 +43,12 @@ def test_the_share_of_all_episodes_has_no_least_number() -> None:
   told = r"^18 of 34 episodes failed. .*max_failed_share = 0.5. .*: step_error \(17\), timeout \(1\)"
   with pytest.raises(TooManyFailuresError, match=told):
     check_share({"step_error": 17, "timeout": 1}, 34, 0.5, "episodes failed.")
+
+
+def test_what_happened_between_two_readings_counts():
+  before = {"failed_by_kind": {"timeout": 5}, "episodes_answered": 100}
+  after = {"failed_by_kind": {"timeout": 6, "step_error": 2}, "episodes_answered": 103}
+  assert new_failures(before, after) == {"timeout": 1, "step_error": 2}
+  check_share_between(before, after, 0.5, "episodes failed.")
+  with pytest.raises(TooManyFailuresError, match=r"3 of 6 episodes failed\..* step_error \(2\), timeout \(1\)"):
+    check_share_between(before, after, 0.4, "episodes failed.")
