@@ -14,7 +14,7 @@ from sao_jax.io import trajectories as trajectory_io
 from sao_jax.io.loggers import MetricsLogger
 from sao_jax.io.metrics import MetricsWriter
 from sao_jax.parallel.distributed import is_main_process
-from sao_jax.rollout.failures import check_share_between
+from sao_jax.rollout.failures import check_share_between, new_failures
 from sao_jax.rollout.schedules import RolloutSchedule
 from sao_jax.training.components import Components
 from sao_jax.training.placement import Placement
@@ -63,11 +63,11 @@ class StepMetrics:
     Returns:
       Its failures by kind. If training episodes failed at the same time, the most frequent kinds are taken first.
     """
-    before = collections.Counter(self._counts["failed_by_kind"])
+    before = self._counts
     self._began += seconds
     self._last, self._counts = time.monotonic(), self._read_counters()
     by_kind: dict[str, int] = {}
-    for kind, count in (collections.Counter(self._counts["failed_by_kind"]) - before).most_common():
+    for kind, count in new_failures(before, self._counts).most_common():
       by_kind[kind] = min(count, failed - sum(by_kind.values()))
     self._failed_at_start.update(by_kind)
     return +collections.Counter(by_kind)

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from sao_jax.models import token_ids
 from sao_jax.models.checkpoints import shards
@@ -396,8 +395,7 @@ def _write_shards(
 
   def flush() -> None:
     path = folder / _PART.format(f"{len(written):05d}")
-    safetensors.numpy.save_file(dict(pending), path, metadata={"format": "pt"})
-    path.chmod(0o644)  # the library writes for its owner alone; a server may run as another user
+    shards.save(pending, path)
     written.append((path, {name: value.nbytes for name, value in pending.items()}))
     pending.clear()
 

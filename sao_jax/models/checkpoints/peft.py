@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
+from sao_jax.models.checkpoints import shards
 from sao_jax.models.checkpoints.huggingface import tensor_name
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.lora import A, B, LoraConfig
@@ -49,8 +49,7 @@ def save(
   folder = pathlib.Path(directory)
   folder.mkdir(parents=True, exist_ok=True)
   temporary = folder / f".{WEIGHTS_FILE}.part"
-  safetensors.numpy.save_file(tensors, temporary, metadata={"format": "pt"})
-  temporary.chmod(0o644)  # the library writes for its owner alone; a server may run as another user
+  shards.save(tensors, temporary)
   temporary.replace(folder / WEIGHTS_FILE)
   temporary = folder / f".{CONFIG_FILE}.part"
   temporary.write_text(json.dumps(_config(config, lora, modules, base), indent=2) + "\n", encoding="utf-8")

@@ -6,6 +6,9 @@ import pathlib
 import re
 from collections.abc import Mapping
 
+import numpy as np
+import safetensors.numpy
+
 from sao_jax.utils import untrusted_files
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -20,6 +23,12 @@ def shard_name(number: int, count: int) -> str:
   ('model.safetensors', 'model-00002-of-00012.safetensors')
   """
   return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def save(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
+  """Writes a safetensors file that all users can read, such as a server's."""
+  safetensors.numpy.save_file(dict(tensors), path, metadata={"format": "pt"})
+  path.chmod(0o644)  # The library writes for its owner alone.
 
 
 def weight_files(folder: pathlib.Path) -> list[str]:
